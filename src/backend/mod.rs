@@ -145,7 +145,7 @@ pub(crate) trait Backend: Sync {
         Ok(None)
     }
     /// Fills a tensor from its image.
-    fn from_image(&self, image: &Image, _out: &Tensor) -> Result<()> {
+    fn read_image(&self, image: &Image, _out: &Tensor) -> Result<()> {
         Err(Error::invalid("from_image", format!("{image:?} is of another device")))
     }
     /// The elements of each window: im2col.

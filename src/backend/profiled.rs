@@ -182,7 +182,7 @@ impl Backend for Profiled {
         norm(rows: &Normalisation) -> Result<()> = of_norm(rows);
         norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> =
             of_norm(given);
-        from_image(image: &Image, out: &Tensor) -> Result<()> = describe("from_image", [out]);
+        read_image(image: &Image, out: &Tensor) -> Result<()> = describe("from_image", [out]);
         unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> = describe("im2col", [x, out]);
         fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = describe("col2im", [columns, out]);
         pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =

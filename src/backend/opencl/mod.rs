@@ -88,7 +88,7 @@ impl Backend for OpenCl {
         ) -> Result<Option<Tensor>> =
             image::convolution(windows, x, weight, bias, groups);
         to_image(x: &Tensor) -> Result<Option<Image>> = image::to_image(x);
-        from_image(image: &Image, out: &Tensor) -> Result<()> = image::from_image(image, out);
+        read_image(image: &Image, out: &Tensor) -> Result<()> = image::from_image(image, out);
         unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
             window::unfold(windows, x, out, inside);
         fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = window::fold(windows, columns, out);

@@ -62,6 +62,6 @@ impl Tensor {
             return Err(Error::invalid("from_image", reason));
         }
         let dtype = if format == ImageFormat::F16 { DType::F16 } else { DType::F32 };
-        backend::compute(shape, dtype, image.device(), |b, out| b.from_image(image, out))
+        backend::compute(shape, dtype, image.device(), |b, out| b.read_image(image, out))
     }
 }
