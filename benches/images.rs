@@ -39,20 +39,22 @@ fn main() -> Outcome {
             ("product 256 x 512 x 512", &|| rows.matmul(&matrix)),
         ];
         for (name, f) in cases {
-            compare(&format!("{name} {dtype}"), device, rounds, || no_grad(|| Ok(drop(f()?))))?;
+            compare(&format!("{name} {dtype}"), rounds, || no_grad(|| wait_for(f()?)))?;
         }
     }
 
     let mut network = network(device)?;
     let x = Tensor::randn(&[32, 3, 32, 32], device)?;
     let labels = Tensor::from_vec((0..32).map(|i| i % 10).collect::<Vec<i64>>(), 32, device)?;
-    compare("forward pass of a network", device, rounds, || no_grad(|| Ok(drop(network.forward(&x)?))))?;
+    compare("forward pass of a network", rounds, || no_grad(|| wait_for(network.forward(&x)?)))?;
     let config = SgdConfig { lr: 1e-3, ..SgdConfig::default() };
     let mut sgd = Sgd::new(network.parameters_mut(), config)?;
-    compare("training step of a network", device, rounds, || {
+    compare("training step of a network", rounds, || {
         sgd.zero_grad();
-        network.forward(&x)?.cross_entropy(&labels)?.backward()?;
-        Ok(sgd.step()?)
+        let loss = network.forward(&x)?.cross_entropy(&labels)?;
+        loss.backward()?;
+        sgd.step()?;
+        wait_for(loss)
     })
 }
 
@@ -74,13 +76,12 @@ fn network(device: Device) -> Outcome<Sequential> {
 }
 
 /// Times the modes in turns and prints a line.
-fn compare(name: &str, device: Device, rounds: usize, mut f: impl FnMut() -> Outcome) -> Outcome {
+fn compare(name: &str, rounds: usize, mut f: impl FnMut() -> Outcome) -> Outcome {
     let mut times = MODES.map(|_| Vec::new());
     for round in 0..rounds + 3 {
         for (mode, times) in MODES.into_iter().zip(&mut times) {
             let from = Instant::now();
             with_memory_mode(mode, &mut f)?;
-            device.synchronize()?;
             // The first rounds build kernels, and see that a matrix is constant.
             if round >= 3 {
                 times.push(from.elapsed().as_secs_f64() * 1e6);
@@ -90,6 +91,11 @@ fn compare(name: &str, device: Device, rounds: usize, mut f: impl FnMut() -> Out
     let [buffers, images, auto] = times.map(median);
     println!("{name:34} {buffers:10.0} {images:10.0} ({:5.2}) {auto:10.0} ({:5.2})", images / buffers, auto / buffers);
     Ok(())
+}
+
+/// Waits until a result is there.
+fn wait_for(result: Tensor) -> Outcome {
+    Ok(result.device().synchronize()?)
 }
 
 fn median(mut times: Vec<f64>) -> f64 {
