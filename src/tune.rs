@@ -4,16 +4,28 @@
 //! them one after another: a choice has to give the CPU's results, to the last bit of whole numbers, at sizes around the edges
 //! that it makes, before it is timed. It becomes the device's where it is at least 3 % faster than what was; the result
 //! is kept beside the cached programs, and later processes have it.
+//!
+//! What suits a device on the whole need not suit each kernel at each size. With a [`Level`] above `none`, by [`set_level`] or
+//! the environment variable `CLAYSTONE_TUNING`, the first launches of a kernel over about so many work-items (a class: sizes
+//! with the same power of two below them) try other work-groups, and those of a parameter's kernels its other values. Each
+//! launch does its work once, with a candidate, and is timed alone: the first launches wait, and sums of floats may be
+//! rounded otherwise in them than later. A candidate is chosen if it is at least 3 % faster than the default, in the median of
+//! 15 launches in turns with it. The device should have nothing else to do meanwhile. [`ahead`] does that for usual sizes.
+//! Choices are kept in the same file, are in what [`Device::export_cache`] writes, and are used at every level, until [`tune`]
+//! or [`forget`]; a class that is chosen for is not measured again. The driver's own choice of a group is not a candidate: it
+//! follows from the divisors of one size, and a class has many.
 
+use std::io;
 use std::path::PathBuf;
 use std::time::Instant;
 
-pub use crate::backend::problem::tuning::Parameter;
+pub use crate::backend::problem::tuning::{Choice, Level, Parameter};
 use crate::backend::problem::tuning::{Tuning, Workload};
+use crate::device::level::WORTH;
 use crate::{DType, Device, Error, Result, Tensor, backend};
 
-/// A faster choice is taken if it takes less than this part of the time.
-const WORTH: f64 = 0.97;
+/// Calls of a workload after which it is left as it is: what is on trial then is not measured by it.
+const CALLS: usize = 2000;
 /// Times that a choice is measured, in turns with the others.
 const ROUNDS: usize = 5;
 /// Microseconds that a measurement takes at least.
@@ -46,6 +58,7 @@ pub fn parameters(device: Device) -> Result<Vec<Parameter>> {
 pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<PathBuf>> {
     let tuning = backend::of(device).tuning(device)?;
     let before = tuning.parameters();
+    let _alone = Alone::new(&*tuning);
     before.iter().enumerate().for_each(|(i, p)| tuning.set(i, p.default));
     for i in 0..before.len() {
         match measure(&*tuning, device, i) {
@@ -56,7 +69,8 @@ pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<Pa
             }
         }
     }
-    tuning.save().map_err(|error| Error::invalid("tune", format!("the results cannot be kept: {error}")))
+    tuning.forget_choices(); // they were made beside other values
+    tuning.save().map_err(|error| not_kept(&error))
 }
 
 /// Runs every choice of every parameter at the sizes that [`tune`] checks, and compares the results with the CPU's.
@@ -65,12 +79,123 @@ pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<Pa
 /// As [`tune`].
 pub fn check(device: Device) -> Result<()> {
     let tuning = backend::of(device).tuning(device)?;
+    let _alone = Alone::new(&*tuning);
     for (i, p) in tuning.parameters().iter().enumerate() {
         let checked = p.choices.iter().try_for_each(|&choice| check_choice(&*tuning, device, i, p.name, choice));
         tuning.set(i, p.value);
         checked?;
     }
     Ok(())
+}
+
+/// How much is tried in ordinary work on the device.
+///
+/// # Errors
+/// As [`parameters`].
+pub fn level(device: Device) -> Result<Level> {
+    Ok(backend::of(device).tuning(device)?.level())
+}
+
+/// Has more or less tried, in this process from now on. Without this it is what `CLAYSTONE_TUNING` says, else
+/// [`Level::None`].
+///
+/// ```
+/// use claystone::{Device, tune};
+/// for device in Device::all().into_iter().filter(|&device| device != Device::Cpu) {
+///     tune::set_level(device, tune::Level::Fast)?;
+///     assert_eq!(tune::level(device)?, tune::Level::Fast);
+///     tune::set_level(device, tune::Level::None)?;
+/// }
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`parameters`].
+pub fn set_level(device: Device, level: Level) -> Result<()> {
+    backend::of(device).tuning(device)?.set_level(level);
+    Ok(())
+}
+
+/// What was chosen for kernels and classes of sizes, by this process and those before.
+///
+/// # Errors
+/// As [`parameters`].
+pub fn choices(device: Device) -> Result<Vec<Choice>> {
+    Ok(backend::of(device).tuning(device)?.choices())
+}
+
+/// How many choices have been begun and are not made yet. A call that makes one may begin another the next time: once there
+/// is none before a step and none after it, the step has nothing left to choose.
+///
+/// # Errors
+/// As [`parameters`].
+pub fn on_trial(device: Device) -> Result<usize> {
+    Ok(backend::of(device).tuning(device)?.on_trial())
+}
+
+/// Whether [`choices`] are used, in this process from now on: to compare times with and without them. The defaults are used
+/// otherwise, and nothing is tried.
+///
+/// # Errors
+/// As [`parameters`].
+pub fn use_choices(device: Device, on: bool) -> Result<()> {
+    backend::of(device).tuning(device)?.use_choices(on);
+    Ok(())
+}
+
+/// Forgets [`choices`], and the file has none: for a driver or a machine that has changed.
+///
+/// # Errors
+/// As [`parameters`], and where the file cannot be written.
+pub fn forget(device: Device) -> Result<()> {
+    let tuning = backend::of(device).tuning(device)?;
+    tuning.forget_choices();
+    tuning.save().map(drop).map_err(|error| not_kept(&error))
+}
+
+/// Makes choices for sums, copies and products of many usual sizes, trying as much as the level says, and calls `each` after
+/// every one with how many choices there are. They are kept as they are made.
+///
+/// # Errors
+/// As [`parameters`], and those of the operations.
+pub fn ahead(device: Device, level: Level, mut each: impl FnMut(usize)) -> Result<()> {
+    let tuning = backend::of(device).tuning(device)?;
+    let before = tuning.level();
+    let done = tuning.ordinary().into_iter().try_for_each(|workload| {
+        tuning.set_level(level); // and what another workload left on trial is not any more
+        let operands = workload.operands(device)?;
+        for _ in 0..CALLS {
+            let begun = tuning.on_trial();
+            workload.run(&operands)?;
+            if begun + tuning.on_trial() == 0 {
+                break;
+            }
+        }
+        each(tuning.choices().len());
+        Ok(())
+    });
+    tuning.set_level(before);
+    done
+}
+
+fn not_kept(error: &io::Error) -> Error {
+    Error::invalid("tune", format!("the results cannot be kept: {error}"))
+}
+
+/// Measures a device's parameters as if there were no choices, and tries nothing meanwhile.
+struct Alone<'a>(&'a dyn Tuning);
+
+impl Alone<'_> {
+    fn new(tuning: &dyn Tuning) -> Alone<'_> {
+        tuning.use_choices(false);
+        Alone(tuning)
+    }
+}
+
+impl Drop for Alone<'_> {
+    fn drop(&mut self) {
+        self.0.use_choices(true);
+    }
 }
 
 /// Sets a parameter, and fails where the device does not compute what the CPU does around the edges that this makes.

@@ -16,6 +16,10 @@
 //! unless set; beyond that those go that were not used for longest. `claystone cache` prints where they are and how large,
 //! `claystone cache --clear` removes them; so may anybody, at any time.
 //!
+//! `CLAYSTONE_TUNING` says how much is tried to find out which sizes of work-groups and parameters suit each kernel at each
+//! class of sizes, while it does its work: `none` (the default), `fast`, `normal`, `wide` or `heavy`. See
+//! [`tune`](crate::tune).
+//!
 //! As a compiled kernel is code, the folder has to be the user's own with mode 0700, as which it is made. One that others
 //! may enter is not used, and a warning (through `tracing`) says so once; but if others could only read, and nothing else
 //! is in there, it is closed to them. What a file holds that is damaged, another user's, a link or the file of another
@@ -27,6 +31,7 @@ pub(crate) mod cpu;
 mod hints;
 mod info;
 mod launches;
+pub(crate) mod level;
 mod lock;
 pub(crate) mod log;
 mod name;

@@ -8,4 +8,5 @@ mod choice;
 mod indices;
 mod kernels;
 mod rows;
+mod trials;
 mod tune;

@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, WIDEST, arguments, bits_type, group_of, group_size, index_type, is_wide, words,
+    LOCAL, STRIDED_DIMS, WIDEST, arguments, bits_type, free_group, group_size, index_type, is_wide, launch_free, words,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
@@ -73,7 +73,7 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
                  #define NEAR {near}\n{STRIDED_DIMS}{TEMPLATE}"
             )
         })?;
-        let local = group_of(&kernel, if gpu { group_size(device) } else { LOCAL });
+        let local = free_group(device, &kernel, count.div_ceil(per), if gpu { group_size(device) } else { LOCAL });
         let mut launch = KernelLaunch::new(kernel, count.div_ceil(per * local) * local, local);
         launch.tensor_from(0, skip(&g.x_layout, g.x), unit);
         launch.tensor_from(1, skip(&g.index_layout, g.index), 1);
@@ -153,7 +153,7 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
                 "#define SCATTER\n{defines}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}"
             )
         })?;
-        let local = if cpu { 1 } else { group_of(&kernel, LOCAL) };
+        let local = if cpu { 1 } else { free_group(device, &kernel, blocks * parts, LOCAL) };
         let mut launch = KernelLaunch::new(kernel, blocks * parts, local);
         launch.tensor_from(0, skip(&g.x_layout, g.x), 1);
         launch.tensor_from(1, skip(&g.index_layout, g.index), 1);
@@ -207,5 +207,5 @@ fn over_indices(
     let first = [device.faults(), Arg::U32(index_fault(op)), words, Arg::U64(count as u64)];
     let mut args = arguments(&[&index, &y], first);
     others.into_iter().for_each(|other| args.push(other));
-    device.launch(&kernel, &args, &[count], &[group_of(&kernel, LOCAL)])
+    launch_free(device, &kernel, &args, count)
 }

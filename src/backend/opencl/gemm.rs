@@ -18,7 +18,7 @@ use crate::backend::problem::gemm::{Gemm, GemmPlan};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::precision;
 use crate::device::DeviceKind;
-use crate::device::opencl::{ClDevice, Knob};
+use crate::device::opencl::{ClDevice, Knob, SizeClass};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::tensor::Layout;
@@ -282,10 +282,15 @@ fn along_rows(plan: GemmPlan) -> (GemmPlan, bool) {
     (if flip { plan.transposed() } else { plan }, flip)
 }
 
+/// Products that take about as long.
+fn class_of(plan: &GemmPlan, compute: Compute) -> SizeClass {
+    SizeClass::of([plan.m, plan.n, plan.k, plan.count(), compute.dtype().size()])
+}
+
 /// The largest tiles of which every compute unit gets one.
 fn tiled(plan: &GemmPlan, compute: Compute, device: &ClDevice) -> Variant {
     let wide = compute != Compute::F32;
-    let (units, largest) = (device.info().compute_units.max(1), device.tuned(Knob::Tile));
+    let (units, largest) = (device.info().compute_units.max(1), device.tuned_for(Knob::Tile, class_of(plan, compute)));
     let busy = |tile: usize| tile <= largest && plan.m.div_ceil(tile) * plan.n.div_ceil(tile) * plan.count() >= units;
     let (tile, k, items) = match () {
         _ if !wide && busy(128) => (128, 16, 8),
@@ -300,25 +305,26 @@ fn tiled(plan: &GemmPlan, compute: Compute, device: &ClDevice) -> Variant {
 /// Vectors along whichever direction is contiguous.
 fn vectors(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, Variant, bool) {
     let width = if compute == Compute::F32 { 16 } else { 8 };
-    let whole = width * device.tuned(Knob::PanelVectors);
+    let class = class_of(&plan, compute);
+    let is_whole = |n: usize| n >= width * device.tuned_for(Knob::PanelVectors, class);
     let panel = |plan: GemmPlan, flipped: bool, unit: bool| {
-        let panel = Panel::of(device, plan.m);
+        let panel = Panel::of(device, class, plan.m);
         let height = panel.height(&plan, width, device.info().compute_units);
         (plan, Variant::Panel { panel, width, unit: unit && compute != Compute::I64, height }, flipped)
     };
     let (b_cols, a_rows) = (plan.b.col == 1, plan.a.row == 1);
     let along_k = (plan.a.col == 1 && plan.b.row == 1) || plan.k == 1;
     match () {
-        _ if b_cols && plan.n >= whole => panel(plan, false, true),
-        _ if a_rows && plan.m >= whole => panel(plan.transposed(), true, true),
+        _ if b_cols && is_whole(plan.n) => panel(plan, false, true),
+        _ if a_rows && is_whole(plan.m) => panel(plan.transposed(), true, true),
         _ if along_k && compute != Compute::I64 => {
             let flip = plan.n == 1 && plan.m > 1;
             let plan = if flip { plan.transposed() } else { plan };
-            let side = device.tuned(Knob::DotSide);
+            let side = device.tuned_for(Knob::DotSide, class);
             let rows = if plan.m == 1 { 1 } else { side };
             (plan, Variant::Dot { rows, cols: side, width }, flip)
         }
-        _ if plan.n < plan.m && plan.n < whole => panel(plan.transposed(), true, a_rows),
+        _ if plan.n < plan.m && !is_whole(plan.n) => panel(plan.transposed(), true, a_rows),
         _ => panel(plan, false, b_cols),
     }
 }

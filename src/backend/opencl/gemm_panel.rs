@@ -1,7 +1,7 @@
 //! Matrix products on OpenCL processors: the sizes of blocks in registers and caches.
 
 use crate::backend::problem::gemm::GemmPlan;
-use crate::device::opencl::{ClDevice, Knob};
+use crate::device::opencl::{ClDevice, Knob, SizeClass};
 
 /// Of the kernel for processors: rows and vectors in registers, and how deep and high what stays in the caches is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,11 +13,12 @@ pub(crate) struct Panel {
 }
 
 impl Panel {
-    /// As it is tuned for the device. A single row needs no more registers.
-    pub(crate) fn of(device: &ClDevice, m: usize) -> Panel {
-        let rows = if m == 1 { 1 } else { device.tuned(Knob::PanelRows) };
-        let (vectors, depth) = (device.tuned(Knob::PanelVectors), device.tuned(Knob::PanelDepth));
-        Panel { rows, vectors, depth, block: (device.tuned(Knob::PanelBlock) / rows).max(1) * rows }
+    /// As it is tuned for the device and products of this class. A single row needs no more registers.
+    pub(crate) fn of(device: &ClDevice, class: SizeClass, m: usize) -> Panel {
+        let tuned = |knob| device.tuned_for(knob, class);
+        let rows = if m == 1 { 1 } else { tuned(Knob::PanelRows) };
+        let (vectors, depth) = (tuned(Knob::PanelVectors), tuned(Knob::PanelDepth));
+        Panel { rows, vectors, depth, block: (tuned(Knob::PanelBlock) / rows).max(1) * rows }
     }
 
     /// Rows of a work-item: as many as a block has, unless few panels leave compute units idle then.

@@ -2,11 +2,11 @@
 
 use smallvec::SmallVec;
 
-use crate::DType;
 use crate::backend::opencl::kernels::BufferView;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, ClKernel};
+use crate::device::opencl::{Arg, ClDevice, ClKernel, preparing};
 use crate::layout::collapse::StridedDims;
+use crate::{DType, Result};
 
 /// Strided dims, loads of 16 elements, and folds over a work-group: what comes ahead of most templates.
 pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
@@ -18,6 +18,18 @@ pub(crate) const LOCAL: usize = 64;
 /// compiled for groups of one size, and has that.
 pub(crate) fn group_of(kernel: &ClKernel, local: usize) -> usize {
     local.min(kernel.max_work_group())
+}
+
+/// Work-items a group of a kernel that runs in groups of any size and checks its bounds, over so many: what suits the
+/// device, which may be under trial; see [`preparing`](crate::device::opencl::preparing).
+pub(crate) fn free_group(device: &ClDevice, kernel: &ClKernel, items: usize, local: usize) -> usize {
+    device.group_for(kernel, items, group_of(kernel, local))
+}
+
+/// Launches a kernel of this kind.
+pub(crate) fn launch_free(device: &ClDevice, kernel: &ClKernel, args: &[Arg<'_>], items: usize) -> Result<()> {
+    let (local, trial) = preparing(|| free_group(device, kernel, items, LOCAL));
+    device.timed(trial, || device.launch(kernel, args, &[items], &[local]))
 }
 
 /// Work-items a group of a kernel that is compiled for groups of this size, unless it has reasons for another.

@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::geometry::{LOCAL, STRIDED_DIMS, arguments, flag, group_of, is_wide, types};
+use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, flag, is_wide, launch_free, types};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::interpolation::{Resize, Samples};
 use crate::backend::problem::windows::four;
@@ -32,5 +32,5 @@ pub(crate) fn run(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -
         rows.words().into_iter().chain(columns.words()).chain([c as i64]).chain(strides).collect();
     let (from, to) = (x.device_view()?, out.device_view()?);
     let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64)]);
-    device.launch(&kernel, &args, &[count], &[group_of(&kernel, LOCAL)])
+    launch_free(device, &kernel, &args, count)
 }

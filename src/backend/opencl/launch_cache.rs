@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::launch_plan::LaunchPlan;
 use crate::backend::problem::map::Params;
-use crate::device::opencl::times_tuned;
+use crate::device::opencl::{preparing, times_tuned};
 use crate::expr::Expr;
 use crate::tensor::Layout;
 use crate::{DType, Device, Result, Tensor};
@@ -61,6 +61,14 @@ pub(crate) struct Entry {
     exprs: SmallVec<[Expr; 2]>,
     tensors: SmallVec<[(DType, Layout); 4]>,
     pub(crate) plan: LaunchPlan,
+}
+
+impl Entry {
+    fn new(key: &Key, plan: LaunchPlan) -> Entry {
+        let tensors = key.tensors.iter().map(|t| (t.dtype, t.layout.clone())).collect();
+        let (numbers, exprs) = (SmallVec::from_slice(key.numbers), key.exprs.iter().cloned().collect());
+        Entry { of: key.of, device: key.device, numbers, exprs, tensors, plan }
+    }
 }
 
 /// The slot of the cache that a missing entry belongs in.
@@ -128,9 +136,7 @@ impl Slot {
 
     /// Keeps it for the next launch like this one, instead of another one where there is no room.
     pub(crate) fn keep(self, key: &Key, plan: LaunchPlan) -> Rc<Entry> {
-        let tensors = key.tensors.iter().map(|t| (t.dtype, t.layout.clone())).collect();
-        let (numbers, exprs) = (SmallVec::from_slice(key.numbers), key.exprs.iter().cloned().collect());
-        let entry = Rc::new(Entry { of: key.of, device: key.device, numbers, exprs, tensors, plan });
+        let entry = Rc::new(Entry::new(key, plan));
         let _ = TABLE.try_with(|table| {
             let Ok(mut table) = table.try_borrow_mut() else { return };
             if table.tuned != self.tuned || table.slots.is_empty() {
@@ -152,7 +158,14 @@ impl Slot {
 pub(crate) fn launch(key: &Key, params: Params, prepare: impl FnOnce() -> Result<LaunchPlan>) -> Result<Rc<Entry>> {
     let entry = match find(key) {
         Ok(entry) => entry,
-        Err(slot) => slot.keep(key, prepare()?),
+        Err(slot) => match preparing(prepare) {
+            (plan, None) => slot.keep(key, plan?),
+            (plan, trial) => {
+                let entry = Rc::new(Entry::new(key, plan?));
+                entry.plan.timed(trial, key.tensors, params)?;
+                return Ok(entry);
+            }
+        },
     };
     entry.plan.launch(key.tensors, params)?;
     Ok(entry)

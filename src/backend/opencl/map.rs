@@ -4,7 +4,7 @@ mod source;
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::geometry::{WIDEST, group_of};
+use crate::backend::opencl::geometry::{WIDEST, free_group, group_of};
 use crate::backend::opencl::image;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
@@ -13,7 +13,7 @@ use crate::backend::problem::map::{Formulas, Launch, in_place, is_clear_of};
 use crate::backend::problem::operand::OperandKind;
 use crate::device::DeviceKind;
 use crate::device::cpu::streaming;
-use crate::device::opencl::{Arg, ClDevice, Knob};
+use crate::device::opencl::{Arg, ClDevice, Knob, LARGEST_GROUP, SizeClass, preparing};
 use crate::expr::program::Program;
 use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
@@ -100,10 +100,11 @@ pub(crate) fn run(formulas: &Formulas) -> Result<()> {
         false => None,
     };
     formulas.checked(Program::kept(exprs), true, |launch, copied| {
-        let plan = prepare(launch)?;
+        let (plan, trial) = preparing(|| prepare(launch));
+        let plan = plan?;
         let tensors: SmallVec<[&Tensor; 8]> = launch.inputs.iter().chain(outputs.iter().copied()).collect();
-        plan.launch(&tensors, params)?;
-        if let Some(slot) = slot.filter(|_| !copied) {
+        plan.timed(trial, &tensors, params)?;
+        if let Some(slot) = slot.filter(|_| !copied && trial.is_none()) {
             slot.keep(&key, plan);
         }
         Ok(())
@@ -134,16 +135,22 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
             .or_else(|| tiles(device, strided, launch, streamed, &mut operands)),
         false => None,
     };
-    let form = form.unwrap_or_else(|| Form::Scalar { per_item: if gpu { device.tuned(Knob::MapLoads) } else { 1 } });
-    let most = device.info().max_work_group.max(1);
+    // What an element of every operand takes.
+    let bytes = operands.iter().filter(|o| o.used).map(|o| o.dtype.size()).sum();
+    let class = SizeClass::of([count, bytes]);
+    let form = form
+        .unwrap_or_else(|| Form::Scalar { per_item: if gpu { device.tuned_for(Knob::MapLoads, class) } else { 1 } });
+    let most = 1 << device.info().max_work_group.max(1).ilog2();
     let local = match form {
         Form::Tiled { .. } if !gpu => 1,
-        _ => device.tuned(Knob::MapGroup).min(1 << most.ilog2()),
+        // Compiled for groups of this size; those of other forms have any.
+        Form::Tiled { .. } => device.tuned_for(Knob::MapGroup, class).min(most),
+        _ => device.tuned(Knob::MapGroup).min(most),
     };
     let has_strides = operands.iter().any(|o| o.is_strided());
     let rank = if has_strides { strided.dims.len() } else { 0 };
     // With room for the last group's positions past the end: were they to wrap, an in-place result would be computed twice.
-    let wide = count >= u32::MAX as usize - WIDEST * local;
+    let wide = count >= u32::MAX as usize - WIDEST * LARGEST_GROUP;
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::new();
     params.extend([
@@ -176,7 +183,10 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
         }
     };
     // Where the source does not say the size of its groups, the driver may allow no more than 256.
-    let local = group_of(&kernel, local);
+    let local = match form {
+        Form::Tiled { .. } => group_of(&kernel, local),
+        _ => free_group(device, &kernel, items, local),
+    };
     let mut kernel_launch = KernelLaunch::new(kernel, items, local);
     operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| kernel_launch.tensor(k));
     if has_strides {
@@ -248,11 +258,12 @@ fn tiles(
         .find(|&d| strided.dims[d] >= 8 && strided.dims[last] >= 8 && (0..inputs).any(|k| transposed(k, d)))?;
     let size: usize = (0..inputs).filter(|&k| transposed(k, dim)).map(|k| operands[k].dtype.size()).sum();
     let info = device.info();
+    let class = SizeClass::of([strided.dims[dim], strided.dims[last], size]);
     let (side, lines) = match info.kind {
-        DeviceKind::Cpu => (device.tuned(Knob::TransposeLine), Some(Lines { streamed })),
+        DeviceKind::Cpu => (device.tuned_for(Knob::TransposeLine, class), Some(Lines { streamed })),
         _ => {
             let fits = |side: &usize| side * (side + 1) * size <= TILES.min(info.local_memory);
-            ([device.tuned(Knob::TransposeTile), 32].into_iter().find(fits)?, None)
+            ([device.tuned_for(Knob::TransposeTile, class), 32].into_iter().find(fits)?, None)
         }
     };
     let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && transposed(k, dim)).collect();

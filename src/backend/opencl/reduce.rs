@@ -3,7 +3,8 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, flag, group_of, group_size, index_type, is_wide, lanes, vector_defines, vector_width,
+    LOCAL, STRIDED_DIMS, flag, free_group, group_of, group_size, index_type, is_wide, lanes, vector_defines,
+    vector_width,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
@@ -219,7 +220,11 @@ impl Kind<'_> {
         };
         // Pairs are 16 bytes, two elements of the tensor that holds them.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
-        let local = group_of(&kernel, schedule.local);
+        let cpu = device.info().kind == DeviceKind::Cpu;
+        let local = match cpu {
+            true => free_group(device, &kernel, schedule.global, schedule.local),
+            false => group_of(&kernel, schedule.local),
+        };
         let mut launch = KernelLaunch::new(kernel, schedule.global, local);
         launch.tensor_from(x, start, elements(self.stage == Stage::Second));
         launch.tensor_from(y, 0, elements(self.stage == Stage::First));
@@ -227,7 +232,7 @@ impl Kind<'_> {
         launch.words(plan.reduced.words());
         launch.args([plan.outs, plan.n, schedule.chunk].map(|n| Arg::U64(n as u64)));
         launch.args([Arg::U32(schedule.slices as u32), number, Arg::U32(schedule.by_column.into())]);
-        if device.info().kind != DeviceKind::Cpu {
+        if !cpu {
             launch.args([Arg::U32(schedule.lanes as u32)]);
         }
         if self.stage == Stage::LastGroup {

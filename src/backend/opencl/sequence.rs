@@ -1,6 +1,6 @@
 //! `arange` and `linspace` on OpenCL: `kernels/sequence.cl`.
 
-use crate::backend::opencl::geometry::{LOCAL, arguments, flag, group_of};
+use crate::backend::opencl::geometry::{arguments, flag, launch_free};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::sequence::Sequence;
 use crate::device::DeviceKind;
@@ -34,7 +34,7 @@ pub(crate) fn run(values: Sequence, out: &Tensor) -> Result<bool> {
     let middle = if let Sequence::Float { middle, .. } = values { middle } else { count };
     let [count, middle] = [count, middle].map(|n| Arg::U64(n as u64));
     let args = arguments(&[&y], [count, start, step, middle, end]);
-    device.launch(&kernel, &args, &[out.numel().div_ceil(per_item)], &[group_of(&kernel, LOCAL)])?;
+    launch_free(device, &kernel, &args, out.numel().div_ceil(per_item))?;
     Ok(true)
 }
 

@@ -1,7 +1,7 @@
 //! Softmax and its kin on OpenCL: `kernels/softmax.cl`.
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, group_of, group_size, groups_kept, index_type, is_wide, lanes, vector_defines, vector_width,
+    LOCAL, STRIDED_DIMS, free_group, group_size, groups_kept, index_type, is_wide, lanes, vector_defines, vector_width,
     words,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
@@ -150,7 +150,7 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) ->
             let defines = defines(x, rank, wide, schedule.group) + &schedule.defines(x.dtype);
             format!("{defines}#define {name}\n{STRIDED_DIMS}{TEMPLATE}")
         })?;
-        let local = if cpu { group_of(&kernel, local) } else { local };
+        let local = if cpu { free_group(device, &kernel, global, local) } else { local };
         Ok::<_, Error>((kernel, global, local))
     };
     let made = build(&schedule)?;

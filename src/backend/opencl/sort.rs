@@ -1,7 +1,7 @@
 //! Sorting on OpenCL: `kernels/sort.cl`. Blocks first, then launches that each make one run of two.
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, arguments, bits_type, flag, group_of, group_size, index_type, is_wide, words,
+    LOCAL, STRIDED_DIMS, arguments, bits_type, flag, group_of, group_size, index_type, is_wide, launch_free, words,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::lines::Lines;
@@ -122,7 +122,10 @@ impl SortLaunches<'_> {
                 Arg::U64(run as u64),
             ],
         );
-        device.launch(&kernel, &args, &[global], &[group_of(&kernel, local)])
+        match stage {
+            Stage::Merge => launch_free(device, &kernel, &args, global),
+            _ => device.launch(&kernel, &args, &[global], &[group_of(&kernel, local)]),
+        }
     }
 
     fn source(&self, stage: Stage, last: bool, wide: bool) -> String {
@@ -181,5 +184,5 @@ pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right:
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let others = [words, Arg::U64(count as u64), Arg::U64(n as u64), Arg::I64(step as i64)];
     let args = arguments(&[&x, &v, &y], others);
-    device.launch(&kernel, &args, &[count], &[group_of(&kernel, LOCAL)])
+    launch_free(device, &kernel, &args, count)
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::DType;
-use crate::backend::problem::tuning::{Parameter, Tuning, Workload};
+use crate::backend::problem::tuning::{Choice, Level, Parameter, Tuning, Workload};
 use crate::device::opencl::{ClDevice, Knob, PARAMETERS, Tunable};
 
 /// The rows of the table that the device's kernels have.
@@ -36,6 +36,42 @@ impl Tuning for &'static ClDevice {
 
     fn edges(&self, parameter: usize) -> Vec<Workload> {
         edges(self, knob(self, parameter))
+    }
+
+    fn level(&self) -> Level {
+        ClDevice::level(self)
+    }
+
+    fn set_level(&self, level: Level) {
+        ClDevice::set_level(self, level);
+    }
+
+    fn choices(&self) -> Vec<Choice> {
+        self.chosen().into_iter().map(|(name, sizes, value)| Choice { name, sizes, value }).collect()
+    }
+
+    fn use_choices(&self, on: bool) {
+        ClDevice::use_choices(self, on);
+    }
+
+    fn forget_choices(&self) {
+        ClDevice::forget_choices(self);
+    }
+
+    fn on_trial(&self) -> usize {
+        ClDevice::on_trial(self)
+    }
+
+    fn ordinary(&self) -> Vec<Workload> {
+        let counts = || (10..=24).step_by(2).map(|log| 1usize << log);
+        let sides = || [64, 256, 1024, 4096];
+        let squares = || [64, 128, 256, 512, 1024];
+        let thin = [[1, 1024, 1024], [32, 1024, 1024], [1024, 32, 1024], [1024, 1024, 32], [2048, 2048, 64]];
+        let products = squares().map(|n| [n; 3]).into_iter().chain(thin);
+        let turned = [[false, false], [false, true], [true, false]];
+        let multiplied = products.flat_map(|size| turned.map(|turns| Workload::Product(size, turns, DType::F32)));
+        let moved = sides().into_iter().map(|side| Workload::Transposed(side, side, DType::F32));
+        counts().map(Workload::Sum).chain(counts().map(Workload::Shifted)).chain(moved).chain(multiplied).collect()
     }
 
     fn save(&self) -> io::Result<Option<PathBuf>> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, arguments, bits_type, flag, group_of, index_type, is_wide, types,
+    STRIDED_DIMS, arguments, bits_type, flag, index_type, is_wide, launch_free, types,
 };
 use crate::backend::opencl::image;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
@@ -59,7 +59,7 @@ pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Res
     let (from, to) = (x.device_view()?, out.device_view()?);
     let numbers = [Arg::U64(count as u64), Arg::U32(each as u32), Arg::U32(inside.into())];
     let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words))].into_iter().chain(numbers));
-    device.launch(&kernel, &args, &[items], &[group_of(&kernel, LOCAL)])
+    launch_free(device, &kernel, &args, items)
 }
 
 pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
@@ -69,7 +69,7 @@ pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     let words = words(w, columns, columns.strides());
     let (from, to) = (columns.device_view()?, out.device_view()?);
     let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64)]);
-    device.launch(&kernel, &args, &[count], &[group_of(&kernel, LOCAL)])
+    launch_free(device, &kernel, &args, count)
 }
 
 pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
@@ -95,5 +95,5 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
             arguments(&[&from, &to], [words, number, Arg::I64(divisor.code())])
         }
     };
-    device.launch(&kernel, &args, &[count], &[group_of(&kernel, LOCAL)])
+    launch_free(device, &kernel, &args, count)
 }

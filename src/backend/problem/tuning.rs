@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::DType;
+pub use crate::device::level::Level;
 
 /// A parameter of a device's kernels.
 #[derive(Debug, Clone)]
@@ -18,6 +19,18 @@ pub struct Parameter {
     /// What it is where nobody has measured.
     pub default: usize,
     /// What it is on this device.
+    pub value: usize,
+}
+
+/// What was found to suit a kernel, or a parameter of kernels, at sizes that are near each other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Choice {
+    /// A parameter's name, or `group_` and a number for the work-items a group of one kernel.
+    pub name: String,
+    /// The sizes of the class, each as the logarithm to base two of the power of two below it; zeros follow.
+    pub sizes: Vec<u32>,
+    /// What was chosen.
     pub value: usize,
 }
 
@@ -44,6 +57,20 @@ pub(crate) trait Tuning {
     fn workload(&self, parameter: usize) -> Workload;
     /// Sizes around the edges that it makes with its present value.
     fn edges(&self, parameter: usize) -> Vec<Workload>;
+    /// How much is tried in ordinary work.
+    fn level(&self) -> Level;
+    /// Changes that, for this process.
+    fn set_level(&self, level: Level);
+    /// What was chosen for kernels and classes of sizes.
+    fn choices(&self) -> Vec<Choice>;
+    /// Whether that is used, in this process.
+    fn use_choices(&self, on: bool);
+    /// Forgets it, in this process.
+    fn forget_choices(&self);
+    /// How many choices are begun and not made.
+    fn on_trial(&self) -> usize;
+    /// Ordinary work of many sizes, whose kernels have the parameters.
+    fn ordinary(&self) -> Vec<Workload>;
     /// Keeps all values for other processes; gives the file, unless there is no cache of programs.
     fn save(&self) -> io::Result<Option<PathBuf>>;
 }

@@ -1,8 +1,9 @@
 //! `claystone tune`: which parameters of kernels suit a device.
 
 use std::io::{self, Write};
+use std::time::Instant;
 
-use claystone::tune::{self, Parameter};
+use claystone::tune::{self, Level, Parameter};
 use claystone::{Device, Result};
 
 /// Measure which parameters of kernels suit a device, and keep them beside the cached programs
@@ -14,6 +15,9 @@ pub struct Args {
     /// The device: opencl:0, opencl:1, ...
     #[arg(long, default_value_t = Device::OpenCL(0))]
     device: Device,
+    /// Choose for kernels and classes of sizes as well, from as many candidates: none, fast, normal, wide or heavy
+    #[arg(long, default_value_t = Level::None)]
+    level: Level,
     /// Measure nothing: print what is in use
     #[arg(long, conflicts_with = "check")]
     show: bool,
@@ -43,7 +47,12 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
 fn tuned(args: &Args, mut print: impl FnMut(String)) -> Result<()> {
     let device = args.device;
     if args.show {
-        return tune::parameters(device).map(|all| all.iter().for_each(|p| print(shown(p))));
+        tune::parameters(device)?.iter().for_each(|p| print(shown(p)));
+        for choice in tune::choices(device)? {
+            let sizes: Vec<String> = choice.sizes.iter().map(u32::to_string).collect();
+            print(format!("{} {} at sizes of 2^({})", choice.name, choice.value, sizes.join(" ")));
+        }
+        return Ok(());
     }
     if args.check {
         return tune::check(device).map(|()| print(format!("{device}: every choice gives the CPU's results")));
@@ -55,6 +64,12 @@ fn tuned(args: &Args, mut print: impl FnMut(String)) -> Result<()> {
             print(format!("    {choice:>6} {time:>12.1} us{}", if *choice == p.value { "  <" } else { "" }));
         }
     })?;
+    if args.level != Level::None {
+        let from = Instant::now();
+        tune::ahead(device, args.level, |_| {})?;
+        let (made, took) = (tune::choices(device)?.len(), from.elapsed().as_secs_f64());
+        print(format!("{made} choices by kernel and size at level {} in {took:.1} s", args.level));
+    }
     print(match file {
         Some(file) => format!("kept in {}", file.display()),
         None => "kept nowhere: CLAYSTONE_CACHE_DIR is off".to_owned(),

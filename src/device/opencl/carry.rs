@@ -41,8 +41,8 @@ impl ClDevice {
         let tuning = tuning.transpose().map_err(refused)?;
         let programs = entries.keys().filter(|name| Kind::Program.is_of(name)).count();
         self.imported.extend(entries);
-        if let Some(values) = tuning {
-            self.set_all_tuned(values);
+        if let Some(stored) = tuning {
+            self.set_all_tuned(stored);
         }
         Ok(programs)
     }

@@ -153,6 +153,9 @@ pub(crate) struct ClKernel {
     /// The bits of the numbers that arguments were last set to, [`NOT_SET`] elsewhere. Changed under the queue lock.
     numbers: Box<[AtomicU64]>,
     max_work_group: usize,
+    /// Whether it was compiled for groups of one size.
+    of_one_size: bool,
+    id: u64,
 }
 
 /// A number with these bits is set every time.
@@ -160,13 +163,27 @@ const NOT_SET: u64 = u64::MAX;
 
 impl ClKernel {
     pub(super) fn new(kernel: cl_kernel, program: Arc<Program>, name: &'static str) -> ClKernel {
-        ClKernel { kernel, program, name, numbers: Box::default(), max_work_group: 0 }
+        ClKernel { kernel, program, name, numbers: Box::default(), max_work_group: 0, of_one_size: false, id: 0 }
     }
 
     pub(super) fn with_limits(mut self, args: usize, max_work_group: usize) -> ClKernel {
         self.numbers = (0..args).map(|_| AtomicU64::new(NOT_SET)).collect();
         self.max_work_group = max_work_group;
         self
+    }
+
+    /// What tells it from others in every process, and whether it was compiled for groups of one size.
+    pub(super) fn with_identity(mut self, id: u64, of_one_size: bool) -> ClKernel {
+        (self.id, self.of_one_size) = (id, of_one_size);
+        self
+    }
+
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(super) fn is_of_one_size(&self) -> bool {
+        self.of_one_size
     }
 
     /// Whether this argument was last set to a number of these bits.

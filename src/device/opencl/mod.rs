@@ -3,8 +3,10 @@
 //! [`discovery`] finds them; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
 //! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
 //! never stops another from submitting: see [`queues`]. [`program`] builds kernels, [`cache`] keeps them on disk, [`launch`]
-//! runs them, [`capture`] records them instead for [`replay`] (by the host, in a [`command_buffer`] or from a [`recordable_queue`]), [`probe`] finds out what they may use, [`tuning`] holds the numbers they
-//! are made with, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast, and from and to memory that
+//! runs them, [`capture`] records them instead for [`replay`] (by the host, in a [`command_buffer`] or from a
+//! [`recordable_queue`]), [`probe`] finds out what they may use, [`parameters`] are the numbers that they are made with,
+//! [`tuning`] a device's, [`choices`] those that suit some sizes better, found by [`trials`], [`transfer`] moves bytes,
+//! through [`pinned`] memory where it is to be fast, and from and to memory that
 //! outlives what uses it: see [`host_memory`]. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
 
 mod background;
@@ -13,6 +15,7 @@ mod cache;
 mod capabilities;
 pub(crate) mod capture;
 mod carry;
+mod choices;
 mod command_buffer;
 mod context;
 mod discovery;
@@ -29,6 +32,7 @@ mod launch;
 #[cfg(test)]
 #[path = "../../../tests/readers/mutate.rs"]
 mod mutate;
+mod parameters;
 mod pinned;
 mod probe;
 mod profiling;
@@ -47,24 +51,27 @@ mod streams;
 #[cfg(test)]
 mod tests;
 mod transfer;
+mod trials;
 mod tuning;
 pub(crate) mod user_kernel;
 
 pub use cache::{ProgramCache, read_cache_file};
 pub(crate) use capabilities::{capabilities, platforms};
+pub(crate) use choices::{LARGEST_GROUP, OnTrial, SizeClass, preparing};
 pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClImage, ClKernel};
 pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::{Fault, index_fault};
 pub(crate) use host_memory::HostMemory;
 pub(crate) use launch::Arg;
+pub(crate) use parameters::{Knob, PARAMETERS, Tunable};
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;
 pub(crate) use program::SM_90A;
 pub(crate) use retry::Backoff;
 pub(crate) use signature::{Parameter, Space};
 pub(crate) use transfer::Mapped;
-pub(crate) use tuning::{Knob, PARAMETERS, Tunable, times_tuned};
+pub(crate) use tuning::times_tuned;
 pub(crate) use user_kernel::{Argument as KernelArgument, KernelBuffer, KernelTensor};
 
 use crate::Result;

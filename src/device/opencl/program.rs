@@ -55,6 +55,9 @@ pub(super) struct Programs {
 const SLOW: Duration = Duration::from_millis(20);
 const SLOW_BINARIES: u32 = 2;
 
+/// An odd number that spreads bits.
+const MIX: u64 = 0x9e37_79b9_7f4a_7c15;
+
 /// How many programs from users' sources stay loaded after their kernels are dropped. A `Kernel` needs two or more.
 const RECENT: usize = 32;
 
@@ -133,7 +136,7 @@ impl ClDevice {
                 }
             }
         };
-        self.kernel(program, name, entry).map_err(|e| match e.code {
+        self.kernel(program, name, entry, &key).map_err(|e| match e.code {
             // CL_INVALID_KERNEL_NAME
             -46 => Error::Build {
                 device: self.device(),
@@ -306,7 +309,9 @@ impl ClDevice {
         self.of_binary(open_ptx(&bytes)?.as_bytes(), options)
     }
 
-    fn kernel(&self, program: Arc<Program>, name: &'static str, entry: &str) -> Result<ClKernel, ClError> {
+    fn kernel(&self, program: Arc<Program>, name: &'static str, entry: &str, key: &Key) -> Result<ClKernel, ClError> {
+        let id =
+            entry.bytes().chain(*key).fold(0, |id: u64, byte| (id.rotate_left(8) ^ u64::from(byte)).wrapping_mul(MIX));
         let entry = CString::new(entry).map_err(|_| ClError::new("clCreateKernel", -46))?;
         let raw = create!(clCreateKernel(program.0, entry.as_ptr()))?;
         // Owned from here on, so that it is released if a query fails.
@@ -316,7 +321,8 @@ impl ClDevice {
         // A kernel made for groups of one size has that: NVIDIA's driver says 256 of larger ones too.
         let made_for =
             value!(clGetKernelWorkGroupInfo(raw, self.id(), CL_KERNEL_COMPILE_WORK_GROUP_SIZE) as [usize; 3])?;
-        Ok(kernel.with_limits(args as usize, group.max(made_for.iter().product())))
+        let made_for = made_for.iter().product();
+        Ok(kernel.with_limits(args as usize, group.max(made_for)).with_identity(id, made_for > 0))
     }
 }
 

@@ -1,6 +1,6 @@
-//! The numbers that kernels are made with and that depend on the device: one table, with a default for each class of
-//! devices. [`tune`](crate::tune) measures the choices and keeps what it finds beside the programs, in a file a device;
+//! The values of a device's [`parameters`](super::parameters). [`tune`](crate::tune) measures the choices and keeps what it finds beside the programs, in a file a device;
 //! every process that opens the device later has it. A file that is damaged, or of another driver, is not used.
+//! These are the device's values; [`choices`](super::choices) has others for kernels and classes of sizes.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,72 +10,10 @@ use sha2::{Digest, Sha256};
 
 use super::ClDevice;
 use super::cache::{Cache, Kind};
-use crate::device::DeviceKind;
+use super::choices::{self, Choices, Chosen, level_of_process};
+use super::parameters::{ALL, Family, Knob, PARAMETERS, Values, defaults, rows};
+use crate::device::{DeviceKind, log};
 use crate::error::Excerpt;
-
-/// Devices with the same defaults.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Family {
-    Processor,
-    /// A processor with registers for 32 vectors of 64 bytes, not 16 of 32. An OpenCL CPU is the host.
-    WideProcessor,
-    Gpu,
-}
-
-const PROCESSORS: &[Family] = &[Family::Processor, Family::WideProcessor];
-const GPUS: &[Family] = &[Family::Gpu];
-const ALL: &[Family] = &[Family::Processor, Family::WideProcessor, Family::Gpu];
-
-/// A row of the table.
-#[derive(Debug)]
-pub(crate) struct Tunable {
-    pub(crate) knob: Knob,
-    pub(crate) name: &'static str,
-    pub(crate) doc: &'static str,
-    /// Those whose kernels have it.
-    pub(crate) families: &'static [Family],
-    /// Every one is right on every device; what differs is speed.
-    pub(crate) choices: &'static [usize],
-    /// By family.
-    defaults: [usize; 3],
-}
-
-/// Defines [`Knob`] and [`PARAMETERS`] from rows of `Knob "name" families choices defaults "what it is";`.
-macro_rules! parameters {
-    ($($knob:ident $name:literal $families:ident $choices:tt $defaults:tt $doc:literal;)*) => {
-        /// What can be tuned, in the table's order.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub(crate) enum Knob {
-            $($knob,)*
-        }
-
-        pub(crate) static PARAMETERS: [Tunable; [$(Knob::$knob),*].len()] = [$(Tunable {
-            knob: Knob::$knob,
-            name: $name,
-            doc: $doc,
-            families: $families,
-            choices: &$choices,
-            defaults: $defaults,
-        },)*];
-    };
-}
-
-parameters! {
-    MapGroup "map_group" ALL [64, 128, 256, 512, 1024] [256, 256, 256] "work-items a group of elementwise kernels";
-    MapLoads "map_loads" GPUS [1, 2, 4, 8] [1, 1, 4]
-        "elements a work-item of elementwise kernels whose operands are not aligned";
-    TransposeTile "transpose_tile" GPUS [32, 64] [64, 64, 64] "side of the tiles of transposed operands in local memory";
-    TransposeLine "transpose_line" PROCESSORS [8, 16] [16, 16, 16] "side of the tiles of transposed operands in private memory";
-    PanelRows "panel_rows" PROCESSORS [4, 6, 8] [6, 8, 6] "rows of a matrix product in registers";
-    PanelVectors "panel_vectors" PROCESSORS [1, 2] [1, 2, 1] "vectors of 64 bytes in each of these rows";
-    PanelDepth "panel_depth" PROCESSORS [128, 256, 512] [256, 128, 256]
-        "rows of the right matrix that are multiplied at a time";
-    PanelBlock "panel_block" PROCESSORS [96, 192, 384] [192, 192, 192]
-        "rows of the left matrix that a work-item multiplies with them";
-    DotSide "dot_side" PROCESSORS [2, 4] [2, 4, 2]
-        "rows and columns of a work-item where both matrices are contiguous along the inner dimension";
-    Tile "tile" GPUS [32, 64, 128] [128, 128, 128] "side of the largest tile of a matrix product without tensor cores";
-}
 
 /// How often a parameter of any device was set.
 static TIMES_TUNED: AtomicU64 = AtomicU64::new(0);
@@ -91,23 +29,19 @@ pub(super) struct Tuning {
     values: [AtomicUsize; PARAMETERS.len()],
     /// Whether somebody chose them, for this device.
     is_chosen: AtomicBool,
+    /// For kernels and classes of sizes.
+    pub(super) choices: Choices,
 }
 
-pub(super) type Values = [usize; PARAMETERS.len()];
+/// All that a file has.
+pub(super) type Stored = (Values, Chosen);
 
-impl Tunable {
-    pub(crate) fn default(&self, family: Family) -> usize {
-        self.defaults[family as usize]
+impl Tuning {
+    /// Has everybody ask again.
+    pub(super) fn changed(&self) {
+        self.choices.note_use();
+        TIMES_TUNED.fetch_add(1, Release);
     }
-}
-
-fn defaults(family: Family) -> Values {
-    std::array::from_fn(|i| PARAMETERS[i].default(family))
-}
-
-/// The rows that kernels of this family have.
-fn rows(family: Family) -> impl Iterator<Item = (usize, &'static Tunable)> {
-    PARAMETERS.iter().enumerate().filter(move |(_, p)| p.families.contains(&family))
 }
 
 impl ClDevice {
@@ -128,22 +62,41 @@ impl ClDevice {
     pub(crate) fn set_tuned(&self, knob: Knob, value: usize) {
         self.tuning().values[knob as usize].store(value, Relaxed);
         self.tuning().is_chosen.store(true, Relaxed);
-        TIMES_TUNED.fetch_add(1, Release);
+        self.tuning().changed();
     }
 
-    /// Sets all of them, for this process.
-    pub(super) fn set_all_tuned(&self, values: Values) {
+    /// Sets all of them, for this process, and these choices beside those that were made.
+    pub(super) fn set_all_tuned(&self, (values, chosen): Stored) {
         for (at, value) in self.tuning().values.iter().zip(values) {
             at.store(value, Relaxed);
         }
+        self.tuning().choices.extend(chosen);
         self.tuning().is_chosen.store(true, Relaxed);
-        TIMES_TUNED.fetch_add(1, Release);
+        self.tuning().changed();
+    }
+
+    /// Forgets the choices for kernels and classes of sizes, in this process.
+    pub(crate) fn forget_choices(&self) {
+        self.tuning().choices.clear();
+        self.tuning().changed();
     }
 
     /// Keeps the values for other processes: in which file, unless there is no cache.
     pub(crate) fn save_tuning(&self) -> io::Result<Option<PathBuf>> {
         let Some(cache) = Cache::of_process() else { return Ok(None) };
         cache.store(&self.tuning_file(), self.tuning_text().as_bytes()).map(Some)
+    }
+
+    /// Keeps a choice that was just made, beside what other processes have kept meanwhile.
+    pub(super) fn chosen_anew(&self) {
+        self.tuning().is_chosen.store(true, Relaxed);
+        let Some(cache) = Cache::of_process() else { return };
+        let (values, mut chosen) = self.stored_tuning(cache).unwrap_or_else(|| (self.values(), Chosen::new()));
+        chosen.extend(self.tuning().choices.chosen());
+        let text = write(&self.identity(), self.family(), &values, &chosen);
+        if let Err(error) = cache.store(&self.tuning_file(), text.as_bytes()) {
+            log::emit(move || tracing::debug!(%error, "a choice is not kept"));
+        }
     }
 
     /// Whether the values are others than the defaults, or were found to be these.
@@ -153,25 +106,30 @@ impl ClDevice {
 
     /// The values as a file has them.
     pub(super) fn tuning_text(&self) -> String {
-        let values = std::array::from_fn(|i| self.tuning().values[i].load(Relaxed));
-        write(&self.identity(), self.family(), &values)
+        write(&self.identity(), self.family(), &self.values(), &self.tuning().choices.chosen())
+    }
+
+    fn values(&self) -> Values {
+        std::array::from_fn(|i| self.tuning().values[i].load(Relaxed))
     }
 
     /// The opposite; what is wrong with the text where it is not of this device, driver and version.
-    pub(super) fn read_tuning(&self, text: &str) -> Result<Values, String> {
+    pub(super) fn read_tuning(&self, text: &str) -> Result<Stored, String> {
         read(text, &self.identity(), self.family())
     }
 
-    fn tuning(&self) -> &Tuning {
+    pub(super) fn tuning(&self) -> &Tuning {
         self.tuning.get_or_init(|| {
             let stored = Cache::of_process().and_then(|cache| self.stored_tuning(cache));
             let is_chosen = AtomicBool::new(stored.is_some());
-            Tuning { values: stored.unwrap_or_else(|| defaults(self.family())).map(AtomicUsize::new), is_chosen }
+            let (values, chosen) = stored.unwrap_or_else(|| (defaults(self.family()), Chosen::new()));
+            let choices = Choices::new(level_of_process(), chosen);
+            Tuning { values: values.map(AtomicUsize::new), is_chosen, choices }
         })
     }
 
     /// What is in the file, if it is there and of this driver and version.
-    fn stored_tuning(&self, cache: &Cache) -> Option<Values> {
+    fn stored_tuning(&self, cache: &Cache) -> Option<Stored> {
         let read = match cache.load(&self.tuning_file()) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
             Err(error) => Err(error.to_string()),
@@ -193,14 +151,15 @@ impl ClDevice {
     }
 }
 
-/// `identity`, then a line a parameter.
-fn write(identity: &str, family: Family, values: &Values) -> String {
+/// `identity`, then a line a parameter, then the choices.
+fn write(identity: &str, family: Family, values: &Values, chosen: &Chosen) -> String {
     let lines: String = rows(family).map(|(i, p)| format!("{} {}\n", p.name, values[i])).collect();
-    format!("{identity}\n{lines}")
+    format!("{identity}\n{lines}{}", choices::write(chosen))
 }
 
 /// The opposite; what is wrong where it is not all there, or is of something else.
-fn read(text: &str, identity: &str, family: Family) -> Result<Values, String> {
+fn read(text: &str, identity: &str, family: Family) -> Result<Stored, String> {
+    let text = text.strip_suffix('\n').ok_or("it is cut short")?;
     let (first, rest) = text.split_once('\n').unwrap_or((text, ""));
     if first != identity {
         return Err(format!("it is of \"{}\", not of \"{identity}\"", Excerpt(first)));
@@ -213,14 +172,14 @@ fn read(text: &str, identity: &str, family: Family) -> Result<Values, String> {
         let choice = value.filter(|value| p.choices.contains(value));
         values[i] = choice.ok_or_else(|| format!("\"{}\" is no choice of {}", Excerpt(line), p.name))?;
     }
-    lines.next().map_or(Ok(values), |line| Err(format!("\"{}\" is one line too many", Excerpt(line))))
+    Ok((values, choices::read(lines, family)?))
 }
 
 /// What is wrong with a file's contents, for whatever device they are.
 pub(super) fn check(text: &str) -> Result<(), String> {
     let identity = text.split('\n').next().unwrap_or_default();
     ALL.iter().try_for_each(|&family| {
-        let values = read(text, identity, family)?;
+        let (values, _) = read(text, identity, family)?;
         debug_assert!(rows(family).all(|(i, p)| p.choices.contains(&values[i])), "values that are no choices");
         Ok(())
     })
@@ -254,8 +213,9 @@ mod tests {
         for family in ALL.iter().copied() {
             let mut values = defaults(family);
             rows(family).for_each(|(i, p)| values[i] = p.choices[p.choices.len() - 1]);
-            let text = write("here, driver 1", family, &values);
-            assert_eq!(read(&text, "here, driver 1", family), Ok(values));
+            let chosen = choices::tests::some(family);
+            let text = write("here, driver 1", family, &values, &chosen);
+            assert_eq!(read(&text, "here, driver 1", family), Ok((values, chosen)));
             assert!(read(&text, "here, driver 2", family).unwrap_err().contains("driver 1"), "of another driver");
             let cut: Vec<usize> = text.char_indices().map(|(at, _)| at).filter(|&at| at + 1 < text.len()).collect();
             assert!(cut.into_iter().all(|at| read(&text[..at], "here, driver 1", family).is_err()), "cut short");
@@ -277,13 +237,17 @@ mod tests {
             let whole = [0, 1].map(|i| {
                 let mut values = defaults(family);
                 rows(family).for_each(|(row, p)| values[row] = p.choices[i % p.choices.len()]);
-                write("here, driver 1", family, &values).into_bytes()
+                let chosen = if i == 0 { choices::tests::some(family) } else { Chosen::new() };
+                write("here, driver 1", family, &values, &chosen).into_bytes()
             });
             let mut random = Random(0);
             for _ in 0..mutate::count(2000) {
                 let text = mutated(&mut random, &whole);
                 match read(&String::from_utf8_lossy(&text), "here, driver 1", family) {
-                    Ok(values) => assert!(rows(family).all(|(i, p)| p.choices.contains(&values[i]))),
+                    Ok((values, chosen)) => {
+                        assert!(rows(family).all(|(i, p)| p.choices.contains(&values[i])));
+                        assert!(choices::tests::are_allowed(&chosen));
+                    }
                     Err(why) => assert!(why.len() < 1000, "{why}"),
                 }
             }
@@ -299,9 +263,10 @@ mod tests {
             assert_eq!(device.stored_tuning(&cache), None);
             let mut values = defaults(device.family());
             rows(device.family()).for_each(|(i, p)| values[i] = p.choices[0]);
-            let text = write(&device.identity(), device.family(), &values);
+            let chosen = choices::tests::some(device.family());
+            let text = write(&device.identity(), device.family(), &values, &chosen);
             let path = cache.store(&file, text.as_bytes()).unwrap();
-            assert_eq!(device.stored_tuning(&cache), Some(values));
+            assert_eq!(device.stored_tuning(&cache), Some((values, chosen)));
             let whole = fs::read(&path).unwrap();
             for broken in [&b""[..], b"\xff\xfe", text.as_bytes(), &whole[..whole.len() - 1]] {
                 fs::write(&path, broken).unwrap();

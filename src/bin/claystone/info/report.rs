@@ -218,7 +218,7 @@ impl DeviceReport {
 }
 
 /// This crate's variables.
-pub const VARIABLES: [&str; 8] = [
+pub const VARIABLES: [&str; 9] = [
     "CLAYSTONE_ALLOC_CONF",
     "CLAYSTONE_CACHE_DIR",
     "CLAYSTONE_CACHE_MAXSIZE",
@@ -227,6 +227,7 @@ pub const VARIABLES: [&str; 8] = [
     "CLAYSTONE_KERNELS",
     "CLAYSTONE_NO_CACHING",
     "CLAYSTONE_PROFILE",
+    "CLAYSTONE_TUNING",
 ];
 
 /// The beginnings of names of variables that loaders, drivers and rayon read.

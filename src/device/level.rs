@@ -1,0 +1,71 @@
+//! How much is tried to find out what suits a device.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::{Error, Result};
+
+/// A candidate is chosen if it takes less than this part of the default's time.
+pub(crate) const WORTH: f64 = 0.97;
+
+/// How many choices are measured for each kernel and class of sizes: MNN's levels, from none to the most.
+///
+/// | level | sizes of work-groups | parameters of kernels |
+/// |---|---|---|
+/// | `none` | nothing is measured | nothing is measured |
+/// | `fast` | half, twice and four times the default, and a quarter of it | the neighbours of the device's value |
+/// | `normal` | powers of two from 32 on | every choice |
+/// | `wide` | powers of two from 8 on, and halfway between them | every choice |
+/// | `heavy` | all that `wide` tries, and every multiple of 32 | every choice |
+///
+/// Groups have at most 1024 work-items. What was found before is used at every level, `none` too.
+///
+/// ```
+/// use claystone::tune::Level;
+/// assert_eq!("wide".parse::<Level>()?, Level::Wide);
+/// assert_eq!(Level::default().to_string(), "none");
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub enum Level {
+    /// Nothing is measured.
+    #[default]
+    None,
+    /// Few choices, near the defaults.
+    Fast,
+    /// Powers of two.
+    Normal,
+    /// More of them: MNN's default.
+    Wide,
+    /// Everything that is not absurd.
+    Heavy,
+}
+
+impl Level {
+    /// All of them, from none to the most.
+    pub const ALL: [Level; 5] = [Level::None, Level::Fast, Level::Normal, Level::Wide, Level::Heavy];
+
+    fn name(self) -> &'static str {
+        ["none", "fast", "normal", "wide", "heavy"][self as usize]
+    }
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Level {
+    type Err = Error;
+
+    /// # Errors
+    /// [`Error::Invalid`] for another word.
+    fn from_str(word: &str) -> Result<Level> {
+        let named = Level::ALL.into_iter().find(|level| level.name() == word);
+        named.ok_or_else(|| {
+            let word = crate::Excerpt(word);
+            Error::invalid("Level", format!("\"{word}\" is no level of tuning: none, fast, normal, wide or heavy"))
+        })
+    }
+}

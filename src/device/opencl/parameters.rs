@@ -1,0 +1,84 @@
+//! The numbers that kernels are made with and that depend on the device: one table, with a default for each class of devices.
+
+/// Devices with the same defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Family {
+    Processor,
+    /// A processor with registers for 32 vectors of 64 bytes, not 16 of 32. An OpenCL CPU is the host.
+    WideProcessor,
+    Gpu,
+}
+
+const PROCESSORS: &[Family] = &[Family::Processor, Family::WideProcessor];
+const GPUS: &[Family] = &[Family::Gpu];
+pub(super) const ALL: &[Family] = &[Family::Processor, Family::WideProcessor, Family::Gpu];
+
+/// A row of the table.
+#[derive(Debug)]
+pub(crate) struct Tunable {
+    pub(crate) knob: Knob,
+    pub(crate) name: &'static str,
+    pub(crate) doc: &'static str,
+    /// Those whose kernels have it.
+    pub(crate) families: &'static [Family],
+    /// Every one is right on every device; what differs is speed.
+    pub(crate) choices: &'static [usize],
+    /// By family.
+    defaults: [usize; 3],
+}
+
+/// Defines [`Knob`] and [`PARAMETERS`] from rows of `Knob "name" families choices defaults "what it is";`.
+macro_rules! parameters {
+    ($($knob:ident $name:literal $families:ident $choices:tt $defaults:tt $doc:literal;)*) => {
+        /// What can be tuned, in the table's order.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(crate) enum Knob {
+            $($knob,)*
+        }
+
+        pub(crate) static PARAMETERS: [Tunable; [$(Knob::$knob),*].len()] = [$(Tunable {
+            knob: Knob::$knob,
+            name: $name,
+            doc: $doc,
+            families: $families,
+            choices: &$choices,
+            defaults: $defaults,
+        },)*];
+    };
+}
+
+parameters! {
+    MapGroup "map_group" ALL [64, 128, 256, 512, 1024] [256, 256, 256] "work-items a group of elementwise kernels";
+    MapLoads "map_loads" GPUS [1, 2, 4, 8] [1, 1, 4]
+        "elements a work-item of elementwise kernels whose operands are not aligned";
+    TransposeTile "transpose_tile" GPUS [32, 64] [64, 64, 64] "side of the tiles of transposed operands in local memory";
+    TransposeLine "transpose_line" PROCESSORS [8, 16] [16, 16, 16] "side of the tiles of transposed operands in private memory";
+    PanelRows "panel_rows" PROCESSORS [4, 6, 8] [6, 8, 6] "rows of a matrix product in registers";
+    PanelVectors "panel_vectors" PROCESSORS [1, 2] [1, 2, 1] "vectors of 64 bytes in each of these rows";
+    PanelDepth "panel_depth" PROCESSORS [128, 256, 512] [256, 128, 256]
+        "rows of the right matrix that are multiplied at a time";
+    PanelBlock "panel_block" PROCESSORS [96, 192, 384] [192, 192, 192]
+        "rows of the left matrix that a work-item multiplies with them";
+    DotSide "dot_side" PROCESSORS [2, 4] [2, 4, 2]
+        "rows and columns of a work-item where both matrices are contiguous along the inner dimension";
+    Tile "tile" GPUS [32, 64, 128] [128, 128, 128] "side of the largest tile of a matrix product without tensor cores";
+}
+
+/// A value for every row of the table.
+pub(super) type Values = [usize; PARAMETERS.len()];
+
+impl Tunable {
+    pub(crate) fn default(&self, family: Family) -> usize {
+        self.defaults[family as usize]
+    }
+}
+
+/// What nobody has measured.
+pub(super) fn defaults(family: Family) -> Values {
+    std::array::from_fn(|i| PARAMETERS[i].default(family))
+}
+
+/// The rows that kernels of this family have.
+pub(super) fn rows(family: Family) -> impl Iterator<Item = (usize, &'static Tunable)> {
+    PARAMETERS.iter().enumerate().filter(move |(_, p)| p.families.contains(&family))
+}

@@ -1,0 +1,95 @@
+//! Choices on trial in a device's launches.
+
+use std::time::Instant;
+
+use super::ClDevice;
+use super::choices::{LARGEST_GROUP, OnTrial, SizeClass, Subject, groups};
+use super::driver::ClKernel;
+use super::parameters::{Knob, PARAMETERS};
+use crate::Result;
+use crate::device::capture::is_capturing;
+use crate::device::level::Level;
+
+impl ClDevice {
+    /// The value of a parameter for sizes of this class: what was chosen for them, else the device's.
+    pub(crate) fn tuned_for(&self, knob: Knob, class: SizeClass) -> usize {
+        let default = self.tuned(knob);
+        self.choice(Subject::Knob(knob as usize), class, default, |level| {
+            let choices = PARAMETERS[knob as usize].choices;
+            let at = choices.iter().position(|&choice| choice == default).unwrap_or(0);
+            match level {
+                Level::Fast => choices[at.saturating_sub(1)..choices.len().min(at + 2)].to_vec(),
+                _ => choices.to_vec(),
+            }
+        })
+    }
+
+    /// The work-items a group of a kernel that runs in groups of any size and checks its bounds, over so many work-items:
+    /// what was chosen for as many, else `default`.
+    pub(crate) fn group_for(&self, kernel: &ClKernel, items: usize, default: usize) -> usize {
+        let most = kernel.max_work_group().min(LARGEST_GROUP);
+        if kernel.is_of_one_size() || default > most {
+            return default;
+        }
+        let most_useful = most.min(items.next_power_of_two());
+        let candidates = |level| groups(level, default).into_iter().filter(|&group| group <= most_useful).collect();
+        self.choice(Subject::Group(kernel.id()), SizeClass::of([items]), default, candidates).min(most)
+    }
+
+    fn choice(
+        &self,
+        subject: Subject,
+        class: SizeClass,
+        default: usize,
+        candidates: impl FnOnce(Level) -> Vec<usize>,
+    ) -> usize {
+        // What is recorded is not run, and so not timed.
+        let may_try = || !is_capturing(self.device());
+        self.tuning().choices.choice((subject, class), default, may_try, candidates)
+    }
+
+    /// Launches, and notes what it took where something is on trial: the stream is idle before and after.
+    ///
+    /// # Errors
+    /// Those of the launch, or a lost device.
+    pub(crate) fn timed(&self, trial: Option<OnTrial>, launch: impl FnOnce() -> Result<()>) -> Result<()> {
+        let Some(trial) = trial else { return launch() };
+        let stream = self.current_stream();
+        self.drain_stream(stream)?;
+        let from = Instant::now();
+        launch()?;
+        self.drain_stream(stream)?;
+        if self.tuning().choices.note(trial, from.elapsed().as_secs_f64() * 1e6) {
+            self.chosen_anew();
+        }
+        Ok(())
+    }
+
+    /// How much is tried.
+    pub(crate) fn level(&self) -> Level {
+        self.tuning().choices.level()
+    }
+
+    /// Changes it for this process. What is on trial begins anew.
+    pub(crate) fn set_level(&self, level: Level) {
+        self.tuning().choices.set_level(level);
+        self.tuning().changed();
+    }
+
+    /// Whether choices are used, in this process.
+    pub(crate) fn use_choices(&self, on: bool) {
+        self.tuning().choices.use_them(on);
+        self.tuning().changed();
+    }
+
+    /// Every choice that was made: of what, for which logarithms of sizes.
+    pub(crate) fn chosen(&self) -> Vec<(String, Vec<u32>, usize)> {
+        let all = self.tuning().choices.chosen().into_iter();
+        all.map(|((subject, class), value)| (subject.name(), class.logarithms(), value)).collect()
+    }
+
+    /// How many choices are on trial.
+    pub(crate) fn on_trial(&self) -> usize {
+        self.tuning().choices.on_trial()
+    }
+}
