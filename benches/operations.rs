@@ -1,5 +1,8 @@
 //! What operations cost that no other bench has, small and large: `operations [--device D] [--only TEXT]`, a line of JSON each,
 //! the median of many calls in microseconds. `benches/operations_torch.py` sets PyTorch's beside them.
+//!
+//! With `--level L` each case is tuned at that level first; then calls without and with what was chosen are timed in turns. The
+//! lines have the seconds that tuning took, both medians, and their ratio. Without `--large` these are only the smaller sizes.
 
 use std::cell::RefCell;
 use std::error::Error;
@@ -8,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use claystone::ops::Attention;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
+use claystone::tune::{self, Level};
 use claystone::{BatchNormOptions, ConvOptions, DType, Device, Interpolation, PadMode, Result, Tensor};
 
 /// Time that a case is measured for.
@@ -23,6 +27,19 @@ macro_rules! cases {
 struct Suite {
     device: Device,
     only: String,
+    /// At which each case is tuned first.
+    level: Option<Level>,
+}
+
+/// Calls of a case after which what is on trial is left so.
+const CALLS: usize = 5000;
+/// Turns without and with what was chosen, and the time of each.
+const TURNS: usize = 15;
+const TURN: Duration = Duration::from_millis(10);
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
 }
 
 impl Suite {
@@ -35,14 +52,53 @@ impl Suite {
                 Ok(from.elapsed().as_secs_f64() * 1e6)
             };
             (0..3).try_for_each(|_| call().map(drop))?;
+            if let Some(level) = self.level {
+                self.tuned(level, &call, &format!("\"case\": \"{name}\", \"size\": \"{size}\""))?;
+                continue;
+            }
             let (begun, mut times) = (Instant::now(), Vec::new());
             while times.len() < 3 || begun.elapsed() < BUDGET {
                 times.push(call()?);
             }
-            times.sort_by(f64::total_cmp);
-            let median = times[times.len() / 2];
+            let median = median(times);
             println!("{{\"case\": \"{name}\", \"size\": \"{size}\", \"median_us\": {median:.2}}}");
         }
+        Ok(())
+    }
+
+    /// Tunes a case, and times it without and with what was chosen, in turns.
+    fn tuned(&self, level: Level, call: &dyn Fn() -> Result<f64>, case: &str) -> Result<()> {
+        let (device, from, known) = (self.device, Instant::now(), tune::choices(self.device)?.len());
+        tune::set_level(device, level)?;
+        for _ in 0..CALLS {
+            let begun = tune::on_trial(device)?;
+            call()?;
+            if begun + tune::on_trial(device)? == 0 {
+                break;
+            }
+        }
+        let left = tune::on_trial(device)?;
+        tune::set_level(device, Level::None)?;
+        let (took, chosen) = (from.elapsed().as_secs_f64(), tune::choices(device)?.len() - known);
+        let mut turns = [Vec::new(), Vec::new()];
+        for turn in 0..2 * TURNS {
+            // Neither always comes first.
+            let on = (turn + turn / 2) % 2;
+            tune::use_choices(device, on == 1)?;
+            call()?;
+            let (begun, mut times) = (Instant::now(), Vec::new());
+            while times.len() < 3 || begun.elapsed() < TURN {
+                times.push(call()?);
+            }
+            turns[on].push(median(times));
+        }
+        tune::use_choices(device, true)?;
+        let ratio = median(turns[1].iter().zip(&turns[0]).map(|(with, without)| with / without).collect());
+        let [without, with] = turns.map(median);
+        println!(
+            "{{{case}, \"level\": \"{level}\", \"tuning_s\": {took:.2}, \"chosen\": {chosen}, \"left\": {left}, \
+             \"none_us\": {without:.2}, \"tuned_us\": {with:.2}, \"ratio\": {ratio:.3}}}"
+        );
         Ok(())
     }
 
@@ -278,7 +334,11 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().collect();
     let value = |option: &str| args.iter().position(|a| a == option).and_then(|i| args.get(i + 1));
     let device = value("--device").map_or(Ok(Device::best()), |name| name.parse())?;
-    let suite = Suite { device, only: value("--only").cloned().unwrap_or_default() };
+    let suite = Suite {
+        device,
+        only: value("--only").cloned().unwrap_or_default(),
+        level: value("--level").map(|l| l.parse()).transpose()?,
+    };
     for (rows, columns) in [(64, 64), (1024, 768)] {
         suite.matrices(rows, columns)?;
         suite.optimisers(rows, columns)?;
@@ -291,7 +351,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     suite.sequences([4, 8, 128, 64])?;
     suite.sequences([16, 12, 256, 64])?;
     suite.sequences([1, 8, 2048, 64])?;
-    if device != Device::Cpu {
+    if device != Device::Cpu && (suite.level.is_none() || args.iter().any(|a| a == "--large")) {
         // What fills a GPU.
         suite.matrices(8192, 4096)?;
         suite.optimisers(8192, 4096)?;

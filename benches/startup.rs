@@ -3,6 +3,9 @@
 //! Runs itself again and again as two small programs, and prints medians in milliseconds. One opens the device, adds two
 //! tensors and reads the sum, with the program cache warm. The other makes the driver's calls that this takes, and nothing
 //! else: the context, a queue, buffers, the same programs from the same cache, a write and a read. The difference is ours.
+//!
+//! `startup --blob [--device D]` compares the first training step of processes that have both caches warm, claystone's and PoCL's,
+//! with that of processes that have both empty and import what `export_cache` wrote; in turns.
 
 use std::env;
 use std::error::Error;
@@ -11,7 +14,7 @@ use std::process::Command;
 use std::ptr;
 use std::time::Instant;
 
-use claystone::{Device, Tensor};
+use claystone::{ConvOptions, Device, Tensor};
 use opencl3::types::{cl_device_id, cl_int};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -39,6 +42,78 @@ fn ours(device: Device) -> Outcome<()> {
         return Err("a wrong sum".into());
     }
     println!("{known} {there} {done}");
+    Ok(())
+}
+
+/// A training step of a small convolution network, with the files that it imports before and exports after. Prints the
+/// milliseconds of the import, and until the step was done.
+fn step(device: Device, import: Option<&String>, export: Option<&String>) -> Outcome<()> {
+    let from = Instant::now();
+    if let Some(file) = import {
+        device.import_cache(file)?;
+    }
+    let imported = milliseconds(from);
+    let leaf = |shape: &[usize]| Tensor::randn(shape, device)?.mul_scalar(0.1)?.requires_grad_(true);
+    let (kernels, hidden, last) = (leaf(&[8, 1, 3, 3])?, leaf(&[64, 8 * 7 * 7])?, leaf(&[10, 64])?);
+    let x = Tensor::randn(&[32, 1, 14, 14], device)?;
+    let labels = Tensor::arange(0, 32, 1, (claystone::DType::I64, device))?.remainder_scalar(10)?;
+    let options = ConvOptions { padding: 1.into(), ..ConvOptions::default() };
+    let y = x.conv2d(&kernels, None, options)?.relu()?.max_pool2d([2, 2], Default::default())?;
+    let y = y.reshape([32, 8 * 7 * 7])?.linear(&hidden, None)?.gelu()?.linear(&last, None)?;
+    let loss = y.cross_entropy(&labels)?;
+    loss.backward()?;
+    let loss = loss.item::<f32>()?;
+    let done = milliseconds(from);
+    if let Some(file) = export {
+        device.export_cache(file)?;
+    }
+    if !loss.is_finite() {
+        return Err("the loss is not finite".into());
+    }
+    println!("{imported} {done}");
+    Ok(())
+}
+
+/// Runs [`step`] in a process with these folders of caches: the milliseconds that it prints, and of the whole process.
+fn step_of_process(device: Device, caches: &Path, options: &[&str]) -> Outcome<[f64; 3]> {
+    let from = Instant::now();
+    let mut child = Command::new(env::current_exe()?);
+    child.args(["--step", "--device", &device.to_string()]).args(options);
+    // PoCL makes no folders above its own.
+    let [ours, pocl] = ["claystone", "pocl"].map(|name| caches.join(name));
+    std::fs::create_dir_all(&pocl)?;
+    let out = child.env("CLAYSTONE_CACHE_DIR", ours).env("POCL_CACHE_DIR", pocl).output()?;
+    let whole = milliseconds(from);
+    let said: Vec<f64> = String::from_utf8(out.stdout)?.split_whitespace().filter_map(|v| v.parse().ok()).collect();
+    match said[..] {
+        [imported, done] if out.status.success() => Ok([imported, done, whole]),
+        _ => Err(String::from_utf8_lossy(&out.stderr).into_owned().into()),
+    }
+}
+
+fn blob(device: Device) -> Outcome<()> {
+    let folder = tempfile::tempdir()?;
+    let (warm, file) = (folder.path().join("warm"), folder.path().join("blob"));
+    let file = file.to_str().ok_or("a path that is no text")?;
+    let cold = step_of_process(device, &warm, &[])?;
+    // The second process loads what the first compiled: what the driver caches of launches is there, too.
+    step_of_process(device, &warm, &["--export", file])?;
+    println!("{}: {} KiB", device.info()?.name, std::fs::metadata(file)?.len() >> 10);
+    let [mut with_warm, mut with_blob] = [Vec::new(), Vec::new()];
+    for run in 0..RUNS + 2 {
+        with_warm.push(step_of_process(device, &warm, &[])?);
+        with_blob.push(step_of_process(device, &folder.path().join(format!("empty{run}")), &["--import", file])?);
+    }
+    let median = |rows: &[[f64; 3]], column: usize| {
+        let mut times: Vec<f64> = rows.iter().map(|row| row[column]).collect();
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    };
+    println!("{:32} {:>9} {:>9} {:>9} {:>9}", "ms since the start of the program", "cold", "warm", "blob", "ratio");
+    for (i, what) in ["the file is imported", "the step is done", "the process, from outside"].into_iter().enumerate() {
+        let (warm, blob) = (median(&with_warm, i), median(&with_blob, i));
+        println!("{what:32} {:9.2} {warm:9.2} {blob:9.2} {:9.3}", cold[i], blob / warm);
+    }
     Ok(())
 }
 
@@ -115,6 +190,12 @@ fn main() -> Outcome<()> {
     let device: Device = value("--device").map_or(Ok(Device::best()), |d| d.parse())?;
     if args.iter().any(|a| a == "--ours") {
         return ours(device);
+    }
+    if args.iter().any(|a| a == "--step") {
+        return step(device, value("--import"), value("--export"));
+    }
+    if args.iter().any(|a| a == "--blob") {
+        return blob(device);
     }
     if let Some(name) = value("--driver") {
         return driver(name, env::var_os("CLAYSTONE_CACHE_DIR").ok_or("no cache")?.as_ref());
