@@ -22,7 +22,8 @@ use std::time::Instant;
 pub use crate::backend::problem::tuning::{Choice, Level, Parameter};
 use crate::backend::problem::tuning::{Tuning, Workload};
 use crate::device::level::WORTH;
-use crate::{DType, Device, Error, Result, Tensor, backend};
+use crate::storage::{MemoryMode, with_memory_mode};
+use crate::{ConvOptions, DType, Device, Error, MaxPoolOptions, Result, Tensor, backend};
 
 /// Calls of a workload after which it is left as it is: what is on trial then is not measured by it.
 const CALLS: usize = 2000;
@@ -263,15 +264,24 @@ impl Workload {
                 Ok([t.shallow_clone(), t])
             }
             Workload::Product([m, n, k], [a, b], dtype) => Ok([matrix(m, k, a, dtype)?, matrix(k, n, b, dtype)?]),
+            Workload::Convolution([n, c, o, side], k) => {
+                Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[o, c, k, k], 1, DType::F32)?])
+            }
+            Workload::Pooling([n, c, side]) | Workload::Added([n, c, side]) => {
+                Ok([make(&[n, c, side, side], 0, DType::F32)?, make(&[n, c, side, side], 1, DType::F32)?])
+            }
         }
     }
 
     fn run(self, [a, b]: &[Tensor; 2]) -> Result<Tensor> {
-        match self {
-            Workload::Sum(_) | Workload::Shifted(_) => a.add(b),
+        // Whatever the process has: what is chosen is for this mode.
+        with_memory_mode(MemoryMode::Auto, || match self {
+            Workload::Sum(_) | Workload::Shifted(_) | Workload::Added(_) => a.add(b),
             Workload::Transposed(..) => a.contiguous(),
             Workload::Product(..) => a.matmul(b),
-        }
+            Workload::Convolution(..) => a.conv2d(b, None, ConvOptions::default()),
+            Workload::Pooling(_) => a.max_pool2d([2, 2], MaxPoolOptions::default()),
+        })
     }
 
     /// Fails where the device does not compute what the CPU does.

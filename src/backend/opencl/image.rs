@@ -16,7 +16,7 @@ use std::sync::Arc;
 use crate::backend::opencl::geometry::{LOCAL, flag, group_of};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::device::capture;
-use crate::device::opencl::{Arg, ClDevice, ClKernel};
+use crate::device::opencl::{Arg, ClDevice, ClKernel, Knob};
 use crate::layout::Layout;
 use crate::storage::driver::opencl::OpenCl;
 use crate::storage::{Image, ImageDesc, ImageFormat, ImageKey, MemoryMode, StorageType, memory_mode};
@@ -24,28 +24,15 @@ use crate::{DType, Error, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/image.cl");
 
-/// Kernels whose operands may be images.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Reader {
-    Convolution,
-    Pooling,
-    Product,
-    Elementwise,
-}
-
-/// The open device of a tensor whose operations of this kind are to read images. Not while a graph is captured: its replays would
-/// need the images.
-fn wanted(x: &Tensor, reader: Reader) -> Option<&'static ClDevice> {
-    let is_wanted = match memory_mode() {
-        MemoryMode::Buffer => false,
-        MemoryMode::Image => true,
-        MemoryMode::Auto => false,
-    };
-    let _ = reader;
-    if !is_wanted || capture::is_capturing(x.device()) {
+/// The open device of a tensor whose operations are to read images, in mode auto where this parameter says so. Not while a graph is
+/// captured: its replays would need the images.
+fn wanted(x: &Tensor, knob: Knob) -> Option<&'static ClDevice> {
+    let mode = memory_mode();
+    if mode == MemoryMode::Buffer || capture::is_capturing(x.device()) {
         return None;
     }
-    x.cl_device().ok().filter(|cl| cl.image_limits().is_some())
+    let cl = x.cl_device().ok().filter(|cl| cl.image_limits().is_some())?;
+    (mode == MemoryMode::Image || cl.tuned(knob) == 1).then_some(cl)
 }
 
 /// The format that keeps the elements of a dtype exactly; others have none.

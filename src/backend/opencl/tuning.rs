@@ -89,6 +89,10 @@ fn large(knob: Knob) -> Workload {
             Workload::Product([1024; 3], [false; 2], DType::F32)
         }
         Knob::DotSide => Workload::Product([512; 3], [false, true], DType::F32),
+        Knob::ConvolutionImages => Workload::Convolution([16, 32, 64, 32], 3),
+        Knob::PoolingImages => Workload::Pooling([16, 32, 64]),
+        Knob::ProductImages => Workload::Product([512; 3], [false; 2], DType::F32),
+        Knob::ElementwiseImages => Workload::Added([16, 32, 64]),
         // Less deep than tensor cores take.
         Knob::Tile => Workload::Product([2048, 2048, 64], [false; 2], DType::F32),
     }
@@ -119,6 +123,15 @@ fn edges(cl: &ClDevice, knob: Knob) -> Vec<Workload> {
         Knob::DotSide => [[1, value + 1, 17], [value, value, 16], [2 * value - 1, value + 1, 33]]
             .map(|size| Workload::Product(size, [false, true], DType::F32))
             .into(),
+        Knob::ConvolutionImages => {
+            let sizes = [[1, 1, 1, 3], [2, 3, 5, 4], [1, 4, 4, 5], [3, 9, 8, 7]];
+            sizes.into_iter().flat_map(|size| [1, 3].map(|k| Workload::Convolution(size, k))).collect()
+        }
+        Knob::PoolingImages => [[1, 1, 2], [2, 3, 5], [1, 4, 4], [3, 9, 7]].map(Workload::Pooling).into(),
+        Knob::ProductImages => {
+            [[1, 1, 1], [3, 5, 7], [4, 4, 4], [9, 6, 17]].map(|s| Workload::Product(s, [false; 2], DType::F32)).into()
+        }
+        Knob::ElementwiseImages => [[1, 1, 1], [2, 3, 5], [1, 4, 4], [3, 9, 7]].map(Workload::Added).into(),
         Knob::Tile => {
             let sizes = [[value, value, 32], [value - 1, value + 1, 33], [2 * value + 1, value, 65]];
             let turns = [[false, false], [true, true]];

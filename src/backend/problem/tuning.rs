@@ -45,6 +45,12 @@ pub(crate) enum Workload {
     Transposed(usize, usize, DType),
     /// `[m, k]` times `[k, n]`, the matrices transposed in memory or not.
     Product([usize; 3], [bool; 2], DType),
+    /// A convolution of so many images of so many channels into so many others, and of this side, by windows of this side.
+    Convolution([usize; 4], usize),
+    /// The greatest elements of windows of two by two of `[n, c, side, side]`.
+    Pooling([usize; 3]),
+    /// A sum of `[n, c, side, side]`.
+    Added([usize; 3]),
 }
 
 /// The parameters of a device, each named by its index in [`parameters`](Self::parameters).

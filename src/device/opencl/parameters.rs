@@ -61,6 +61,10 @@ parameters! {
         "rows of the left matrix that a work-item multiplies with them";
     DotSide "dot_side" PROCESSORS [2, 4] [2, 4, 2]
         "rows and columns of a work-item where both matrices are contiguous along the inner dimension";
+    ConvolutionImages "convolution_images" ALL [0, 1] [0, 0, 0] "1 where convolutions read images, with memory:auto";
+    PoolingImages "pooling_images" ALL [0, 1] [0, 0, 0] "1 where pooling reads images, with memory:auto";
+    ProductImages "product_images" ALL [0, 1] [0, 0, 0] "1 where matrix products read images, with memory:auto";
+    ElementwiseImages "elementwise_images" ALL [0, 1] [0, 0, 0] "1 where elementwise kernels read images, with memory:auto";
     Tile "tile" GPUS [32, 64, 128] [128, 128, 128] "side of the largest tile of a matrix product without tensor cores";
 }
 

@@ -1,11 +1,11 @@
 //! Convolutions of images with filters that are images.
 
-use super::{Blocks, Reader, TEMPLATE, Tensor4, arg, constant, format, limits, transient, unless_full, wanted};
+use super::{Blocks, TEMPLATE, Tensor4, arg, constant, format, limits, transient, unless_full, wanted};
 use crate::backend::opencl::geometry::{LOCAL, group_of};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::windows::{Windows, four};
 use crate::backend::written;
-use crate::device::opencl::{Arg, ClDevice};
+use crate::device::opencl::{Arg, ClDevice, Knob};
 use crate::storage::Image;
 use crate::{Result, Tensor};
 
@@ -26,7 +26,7 @@ pub(crate) fn convolution(
     if (groups > 1 && !depthwise) || x.numel() == 0 || weight.numel() == 0 || format(x.dtype).is_none() {
         return Ok(None);
     }
-    let Some(cl) = wanted(x, Reader::Convolution) else { return Ok(None) };
+    let Some(cl) = wanted(x, Knob::ConvolutionImages) else { return Ok(None) };
     let strides = weight.strides();
     let taps_are_one_dim = kh == 1 || kw == 1 || strides[2] == strides[3] * kw as isize;
     let step = if kw == 1 { strides[2] } else { strides[3] };

@@ -4,12 +4,12 @@ use std::fmt::Write;
 
 use smallvec::SmallVec;
 
-use super::{Blocks, Reader, TEMPLATE, Tensor4, arg, format, transient, unless_full, wanted};
+use super::{Blocks, TEMPLATE, Tensor4, arg, format, transient, unless_full, wanted};
 use crate::backend::opencl::geometry::{LOCAL, group_of};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::{Formulas, Launch};
-use crate::device::opencl::Arg;
+use crate::device::opencl::{Arg, Knob};
 use crate::expr::program::Program;
 use crate::storage::Image;
 use crate::{Compute, Result, Tensor};
@@ -19,7 +19,7 @@ const MOST: usize = 8;
 
 /// A formula over inputs of up to four dims into one output, computed in f32; false where buffers are to be read.
 pub(crate) fn elementwise(formulas: &Formulas) -> Result<bool> {
-    if formulas.outputs.len() != 1 || wanted(formulas.outputs[0], Reader::Elementwise).is_none() {
+    if formulas.outputs.len() != 1 || wanted(formulas.outputs[0], Knob::ElementwiseImages).is_none() {
         return Ok(false);
     }
     let mut launched = true; // nothing is launched where there is nothing to compute

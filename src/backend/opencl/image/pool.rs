@@ -1,10 +1,10 @@
 //! Pooling of images.
 
-use super::{Blocks, Reader, Tensor4, arg, format, limits, transient, unless_full, wanted};
+use super::{Blocks, Tensor4, arg, format, limits, transient, unless_full, wanted};
 use crate::backend::opencl::geometry::{LOCAL, group_of, is_wide};
 use crate::backend::opencl::window::computing;
 use crate::backend::problem::windows::{Task, Windows, four, words};
-use crate::device::opencl::Arg;
+use crate::device::opencl::{Arg, Knob};
 use crate::{Result, Tensor};
 
 /// [`pool`](crate::backend::Backend::pool) for greatest elements and means; false where buffers are to be read. Batches beyond the
@@ -15,7 +15,7 @@ pub(crate) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Te
         Task::Mean(divisor) => ("MEAN_OF_IMAGE", divisor.code()),
         Task::Unmax | Task::Unmean(_) => return Ok(false),
     };
-    let cl = match wanted(x, Reader::Pooling) {
+    let cl = match wanted(x, Knob::PoolingImages) {
         Some(cl) if format(x.dtype).is_some() && x.dtype == out.dtype => cl,
         _ => return Ok(false),
     };

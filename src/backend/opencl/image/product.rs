@@ -4,12 +4,12 @@ use std::fmt::Write;
 
 use smallvec::SmallVec;
 
-use super::{Blocks, Reader, TEMPLATE, Tensor4, arg, constant, format, unless_full, wanted};
+use super::{Blocks, TEMPLATE, Tensor4, arg, constant, format, unless_full, wanted};
 use crate::backend::opencl::geometry::{LOCAL, group_of};
 use crate::backend::opencl::kernels::{BufferView, KernelKey, kernel};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::gemm::{Gemm, GemmPlan};
-use crate::device::opencl::Arg;
+use crate::device::opencl::{Arg, Knob};
 use crate::expr::program::Program;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Result, Shape, Tensor};
@@ -17,7 +17,7 @@ use crate::{Compute, DType, Result, Shape, Tensor};
 /// `[.., k]` times a matrix `[k, n]`, whose image is kept as long as it does not change: weights of a network that is used and not
 /// trained; false where buffers are to be read.
 pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
-    let Some(cl) = wanted(g.a, Reader::Product) else { return Ok(false) };
+    let Some(cl) = wanted(g.a, Knob::ProductImages) else { return Ok(false) };
     let program = Program::of(g.epilogue);
     let floats = |t: &Tensor| matches!(t.dtype, DType::F32 | DType::F16 | DType::BF16);
     let plain = outs.len() == 1 && g.sums.is_none() && program.seeds() == 0 && !program.can_fault(Compute::F32);

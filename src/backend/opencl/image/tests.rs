@@ -1,6 +1,7 @@
 use std::cell::Cell;
 
 use crate::device::count_launches;
+use crate::device::opencl::{self, Knob};
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{AvgPoolOptions, ConvOptions, Device, MaxPoolOptions, Result, Tensor};
 
@@ -42,5 +43,23 @@ fn batches_are_cut_to_the_height_of_images_and_what_is_too_wide_reads_buffers() 
                 assert_eq!(within(limits, f).0, want);
             }
         }
+    }
+}
+
+/// What was measured decides in mode auto; the results are the same for others who pool meanwhile.
+#[test]
+fn auto_reads_images_where_that_was_found_to_be_faster() {
+    for device in Device::all().into_iter().filter(|&device| device != Device::Cpu) {
+        let cl = opencl::open_device(device).unwrap();
+        let x = Tensor::arange(0, 96, 1, device).unwrap().reshape([1, 6, 4, 4]).unwrap();
+        let pool = |mode| with_memory_mode(mode, || x.max_pool2d([2, 2], MaxPoolOptions::default())).unwrap();
+        let want = pool(MemoryMode::Buffer).to_vec::<f32>().unwrap();
+        let images = || device.image_memory_stats().unwrap().allocation.allocated;
+        cl.set_tuned(Knob::PoolingImages, 1);
+        let before = images();
+        let got = pool(MemoryMode::Auto).to_vec::<f32>().unwrap();
+        cl.set_tuned(Knob::PoolingImages, 0);
+        assert!(cl.image_limits().is_none() || images() > before);
+        assert_eq!(got, want);
     }
 }
