@@ -71,7 +71,8 @@ fn what_is_stored_is_used() {
     let other = text.replace(line, "map_group 64");
     std::fs::write(&file, seal(&other)).unwrap();
     assert!(shown().contains("map_group 64 (default 256): "), "{}", shown());
-    let unsealed = [head, &sealed[16..48], text.replace(line, "map_group 128").as_bytes()].concat();
+    let third = if line == "map_group 128" { "map_group 512" } else { "map_group 128" };
+    let unsealed = [head, &sealed[16..48], text.replace(line, third).as_bytes()].concat();
     let broken = [text.replace(line, "map_group 65"), text[..text.len() / 2].to_owned(), String::new()];
     for broken in broken.iter().map(|text| seal(text)).chain([unsealed, other.into_bytes(), Vec::new()]) {
         std::fs::write(&file, broken).unwrap();
