@@ -1,4 +1,6 @@
 //! Host memory that has one owner, who reads and writes it without a lock.
+//!
+//! It may be what an OpenCL device works on in place: that is mapped as long as the owner sees it.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -6,10 +8,13 @@ use std::slice;
 
 use super::allocation::{Storage, alone};
 use super::block::Block;
+use crate::device::opencl::MappedBuffer;
 use crate::{Device, Element, Error, Result, elements};
 
-/// Elements of a storage on the CPU that nobody else has a handle on, nor gets one, in a block that stays where it is.
+/// Elements of a storage that nobody else has a handle on, nor gets one, in memory of the host that stays where it is.
 pub(crate) struct ExclusiveHost<T> {
+    /// Ended before the storage.
+    mapped: Option<MappedBuffer>,
     storage: Storage,
     /// Whether the block may move again after this.
     could_move: bool,
@@ -26,10 +31,12 @@ impl<T: Element> ExclusiveHost<T> {
     /// The `count` elements from byte `offset` on.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where bytes are no elements; for what is not on the CPU, and where there is another handle.
-    /// [`Error::DeviceLost`] where a transfer may still be using them.
+    /// [`Error::Invalid`] where bytes are no elements; for what is not in memory of the host, and where there is another
+    /// handle. [`Error::DeviceLost`] where a transfer may still be using them; where they are to be mapped, what a kernel found
+    /// wrong and what the driver refuses.
     pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<ExclusiveHost<T>> {
-        if storage.device() != Device::Cpu || alone(&mut storage.0).is_none() {
+        let is_host_buffer = storage.is_host_buffer();
+        if storage.device() != Device::Cpu && !is_host_buffer || alone(&mut storage.0).is_none() {
             return Err(Error::invalid(op, format!("{storage:?} are not one handle's alone")));
         }
         if let Some(pinned) = storage.allocation().pinned() {
@@ -37,8 +44,14 @@ impl<T: Element> ExclusiveHost<T> {
         }
         let could_move = storage.allocation().block().is_some_and(Block::pin);
         // From here on, also where an error is returned, dropping it lets the block go.
-        let mut exclusive = ExclusiveHost { storage, could_move, start: NonNull::dangling(), count: 0 };
-        let (start, size) = exclusive.storage.allocation().host_range();
+        let mut exclusive = ExclusiveHost { mapped: None, storage, could_move, start: NonNull::dangling(), count: 0 };
+        if is_host_buffer {
+            exclusive.mapped = Some(exclusive.storage.map_host_buffer()?);
+        }
+        let (start, size) = match &exclusive.mapped {
+            Some(mapped) => (mapped.start(), exclusive.storage.nbytes()),
+            None => exclusive.storage.allocation().host_range(),
+        };
         let bytes = count.checked_mul(size_of::<T>());
         let Some(end) = bytes.and_then(|bytes| bytes.checked_add(offset)).filter(|&end| end <= size) else {
             return Err(Error::invalid(op, format!("{count} elements at {offset} are not in a storage of {size}")));

@@ -10,6 +10,7 @@ use super::allocation::{Adopted, Backing, Bytes, Lease, Owner, Storage};
 use super::allocator::Allocator;
 use super::block::Block;
 use super::driver::opencl::OpenCl;
+use super::host_owner::HostOwner;
 use super::segment::Segment;
 use super::stats::DeviceStats;
 use crate::device::StreamId;
@@ -73,8 +74,7 @@ impl Storage {
         let segment = Arc::new(Segment::new(memory, size));
         // SAFETY: the driver said how many bytes there are; that they are nobody else's is the caller's promise.
         let block = unsafe { Block::new(&segment, offset, whole.unwrap_or(bytes), bytes)? };
-        let lease = Lease { block: ManuallyDrop::new(block), owner: Owner::Scope(Arc::new(Imported(device))) };
-        Ok(Storage::new(device, bytes, Backing::OpenCl(driver, lease)))
+        Ok(lent(driver, block, None))
     }
 
     /// `bytes` bytes of the host's memory as a storage of the CPU device, without a copy (PyTorch's `torch.from_blob`).
@@ -105,7 +105,7 @@ impl Storage {
         }
         let backing = match bytes {
             0 => Backing::Empty,
-            _ => Backing::Adopted(Adopted::new(Bytes::Foreign(Foreign { start, _owner: Box::new(owner) }))),
+            _ => Backing::Adopted(Adopted::new(Bytes::Foreign(Foreign::new(start, owner)))),
         };
         Ok(Storage::new(Device::Cpu, bytes, backing))
     }
@@ -124,18 +124,33 @@ unsafe impl Send for Foreign {}
 unsafe impl Sync for Foreign {}
 
 impl Foreign {
+    pub(super) fn new(start: NonNull<u8>, owner: impl Any + Send + Sync) -> Foreign {
+        Foreign { start, _owner: Box::new(owner) }
+    }
+
     pub(super) fn start(&self) -> NonNull<u8> {
         self.start
     }
 }
 
+/// A storage of a block that no allocator has made.
+pub(super) fn lent(driver: OpenCl, block: Block, host: Option<HostOwner>) -> Storage {
+    let (device, bytes) = (driver.device.device(), block.requested());
+    let owner = Owner::Scope(Arc::new(Imported { driver, host }));
+    Storage::new(device, bytes, Backing::OpenCl(driver, Lease { block: ManuallyDrop::new(block), owner }))
+}
+
 /// Stands for the owner of imported buffers: it allocates nothing, and releases what it is given back.
 #[derive(Debug)]
-pub(super) struct Imported(Device);
+pub(super) struct Imported {
+    driver: OpenCl,
+    /// What owns the memory of the host that the buffer is over. Dropped after the buffer was released.
+    pub(super) host: Option<HostOwner>,
+}
 
 impl Allocator for Imported {
     fn device(&self) -> Device {
-        self.0
+        self.driver.device.device()
     }
 
     fn allocate(&self, bytes: usize, _: StreamId) -> Result<Block> {
@@ -143,6 +158,11 @@ impl Allocator for Imported {
     }
 
     fn deallocate(&self, block: Block) {
+        if let Some(host) = &self.host
+            && self.driver.device.drain().is_err()
+        {
+            host.leak(); // commands may be using the memory for ever
+        }
         let none = block.into_whole(); // which drops the handle on the segment
         debug_assert!(none.is_none());
     }

@@ -19,6 +19,8 @@ mod counters;
 mod derived;
 mod device;
 mod direct;
+#[cfg(feature = "dlpack")]
+mod dlpack;
 pub(crate) mod driver;
 mod exclusive_host;
 mod guard;
@@ -26,6 +28,7 @@ mod history;
 mod hooks;
 mod image;
 mod image_pool;
+mod host_owner;
 mod import;
 mod logging;
 mod mapped;
@@ -49,6 +52,8 @@ pub(crate) use captured::Captured;
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub(crate) use derived::ImageKey;
 pub use direct::DirectAllocator;
+#[cfg(feature = "dlpack")]
+pub use dlpack::DlpackMemory;
 pub(crate) use driver::opencl::ClPlace;
 pub use driver::pinned::{DurationStat, PinnedStats};
 pub use driver::{
@@ -63,6 +68,7 @@ pub use history::{
 };
 pub use hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
 pub use image::Image;
+pub(crate) use host_owner::HostElements;
 pub use logging::{AllocationLog, LoggingAllocator};
 pub use mapped::MappedFile;
 pub(crate) use memory_mode::memory_mode;

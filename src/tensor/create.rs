@@ -4,7 +4,7 @@ use ndarray::{Array, ArrayBase, Data, Dimension};
 
 use super::Layout;
 use super::options::TensorOptions;
-use crate::storage::Storage;
+use crate::storage::{HostElements, Storage};
 use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 
 /// Constants and sequences.
@@ -187,6 +187,38 @@ impl Tensor {
         }
         let layout = Layout::contiguous(fits("from_vec", values.len(), shape.into())?);
         Ok(Tensor { storage: Storage::adopt(values), layout, dtype: T::DTYPE, node: None })
+    }
+
+    /// The elements that `memory` owns, in row-major order: a vector, a boxed slice, a mapped file, or whatever else gives a
+    /// slice of them. It is dropped with the last handle on the storage, which allocators do not count.
+    ///
+    /// On [`Device::Cpu`] nothing is copied. On an OpenCL device that works on the host's memory
+    /// ([`unified_memory`](crate::DeviceInfo::unified_memory)) neither, where the elements begin at a multiple of 16 bytes and
+    /// take one: they are then in a buffer of their own (`CL_MEM_USE_HOST_PTR`; a driver may ask for more before it uses them
+    /// in place, a page usually), [`into_host`](Self::into_host) shows them to the host where they are, and the last handle
+    /// waits for the device. On other devices it is a copy.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let samples: Box<[f32]> = vec![1.0; 1024].into(); // which a library might have filled
+    /// let place = samples.as_ptr();
+    /// let x = Tensor::from_host_memory(samples, [32, 32], Device::Cpu)?;
+    /// x.mul_scalar_(2)?;
+    /// let host = x.into_host::<f32>()?;
+    /// assert_eq!((host[0], host.as_ptr()), (2.0, place));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`] of a copy.
+    pub fn from_host_memory<T: Element>(
+        memory: impl AsMut<[T]> + Send + 'static,
+        shape: impl Into<Shape>,
+        device: Device,
+    ) -> Result<Tensor> {
+        let elements = HostElements::new(memory);
+        let layout = Layout::contiguous(fits("from_host_memory", elements.len(), shape.into())?);
+        Ok(Tensor { storage: elements.into_storage(device)?, layout, dtype: T::DTYPE, node: None })
     }
 
     /// The elements of an ndarray array; on [`Device::Cpu`] the tensor owns them, nothing is copied, whatever the strides.

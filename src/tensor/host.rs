@@ -49,7 +49,9 @@ impl Tensor {
     }
 
     /// As [`Tensor::to_host`], without a copy where the tensor is on the CPU, contiguous and the last handle on its
-    /// storage, all of which then stays with the array. Others keep their values: there it copies.
+    /// storage, all of which then stays with the array. Others keep their values: there it copies. Nor is anything copied where
+    /// an OpenCL device works on memory of the host ([`from_host_memory`](Tensor::from_host_memory)), which is mapped as long
+    /// as the array lives; [`HostArray::into_tensor`] is on that device again.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -67,7 +69,8 @@ impl Tensor {
         let op = "into_host";
         self.check_element::<T>(op)?;
         self.detach_(); // what made it may have kept a handle
-        let is_exclusive = self.device().is_cpu() && self.is_contiguous() && self.storage.is_unique();
+        let is_on_host = self.device().is_cpu() || self.storage.is_host_buffer();
+        let is_exclusive = is_on_host && self.is_contiguous() && self.storage.is_unique();
         HostArray::new(op, if is_exclusive { self } else { self.host_copy()? })
     }
 
@@ -129,7 +132,7 @@ impl<T: Element> HostArray<T> {
         ArrayViewMutD::from_shape(shape, &mut self.elements).expect("the shape was checked when the array was made")
     }
 
-    /// The values as a tensor on the CPU, in the same memory.
+    /// The values as a tensor in the same memory: on the CPU, or on the device that works on it.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

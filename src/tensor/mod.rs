@@ -13,6 +13,8 @@ mod bytes;
 mod convert;
 mod create;
 mod display;
+#[cfg(feature = "dlpack")]
+mod dlpack;
 mod host;
 pub(crate) mod index;
 mod operators;

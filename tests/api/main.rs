@@ -10,10 +10,13 @@ mod convert;
 mod custom;
 mod device;
 mod display;
+#[cfg(feature = "dlpack")]
+mod dlpack;
 mod docs;
 mod edge_cases;
 mod errors;
 mod graph;
+mod host_memory;
 mod idx;
 mod import;
 mod info;

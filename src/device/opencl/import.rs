@@ -1,15 +1,19 @@
-//! Buffers that other code made.
+//! Buffers that other code made, and buffers over memory of the host.
 
 use std::ffi::c_void;
+use std::ptr::{self, NonNull};
 
 use opencl3::memory::{
-    CL_MEM_CONTEXT, CL_MEM_FLAGS, CL_MEM_HOST_NO_ACCESS, CL_MEM_HOST_PTR, CL_MEM_HOST_READ_ONLY,
-    CL_MEM_HOST_WRITE_ONLY, CL_MEM_OBJECT_BUFFER, CL_MEM_READ_ONLY, CL_MEM_SIZE, CL_MEM_TYPE, CL_MEM_USE_HOST_PTR,
-    CL_MEM_WRITE_ONLY,
+    CL_MAP_READ, CL_MAP_WRITE, CL_MEM_CONTEXT, CL_MEM_FLAGS, CL_MEM_HOST_NO_ACCESS, CL_MEM_HOST_PTR,
+    CL_MEM_HOST_READ_ONLY, CL_MEM_HOST_WRITE_ONLY, CL_MEM_OBJECT_BUFFER, CL_MEM_READ_ONLY, CL_MEM_READ_WRITE,
+    CL_MEM_SIZE, CL_MEM_TYPE, CL_MEM_USE_HOST_PTR, CL_MEM_WRITE_ONLY,
 };
 
-use super::ClDevice;
-use super::driver::{ClBuffer, call, value};
+use super::driver::{ClBuffer, call, create, value};
+use super::errors::ClError;
+use super::fault::Readings;
+use super::{ClDevice, exit};
+use crate::device::StreamId;
 use crate::{Error, Result};
 
 /// Kernels read and write vectors of so many bytes.
@@ -64,5 +68,68 @@ impl ClDevice {
         let bytes = value!(clGetMemObjectInfo(mem, CL_MEM_SIZE) as usize).map_err(told)?;
         call!(clRetainMemObject(mem)).map_err(told)?;
         Ok(ClBuffer::new(mem, bytes))
+    }
+}
+
+/// A buffer over memory of the host, mapped: until this is dropped the host reads and writes that memory, and no command may.
+pub(crate) struct MappedBuffer {
+    device: &'static ClDevice,
+    /// A handle of its own.
+    buffer: ClBuffer,
+    at: NonNull<u8>,
+}
+
+// SAFETY: OpenCL's objects belong to the process, and the address is that of bytes that nobody else uses meanwhile.
+unsafe impl Send for MappedBuffer {}
+// SAFETY: as above; a shared one only gives the address.
+unsafe impl Sync for MappedBuffer {}
+
+impl MappedBuffer {
+    /// The first byte.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.at
+    }
+}
+
+impl Drop for MappedBuffer {
+    fn drop(&mut self) {
+        // What the driver refuses is done before the next command that uses a buffer; else the device is lost.
+        let _ = self.device.lock_for_waits(StreamId::DEFAULT).unmap(&self.buffer, self.at.as_ptr().cast());
+    }
+}
+
+impl ClDevice {
+    /// A buffer over bytes of the host (`CL_MEM_USE_HOST_PTR`).
+    ///
+    /// # Safety
+    /// The bytes are there, and nobody else uses them, until the buffer is released and every command that uses it is over.
+    pub(crate) unsafe fn buffer_over(&self, start: NonNull<u8>, bytes: usize) -> Result<ClBuffer, ClError> {
+        self.alive("clCreateBuffer")?;
+        let (flags, at) = (CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, start.as_ptr().cast());
+        let mem = exit::call(|| create!(clCreateBuffer(self.context, flags, bytes, at)))?;
+        Ok(ClBuffer::new(mem, bytes))
+    }
+
+    /// Maps all of a buffer, of which nobody else has a handle, for reading and writing. Waits for the device.
+    ///
+    /// # Errors
+    /// What the driver refuses, and what a kernel of this thread recorded as a fault.
+    pub(crate) fn map(&'static self, buffer: &ClBuffer) -> Result<MappedBuffer> {
+        self.check_lost()?;
+        let (mem, bytes, stream) = (buffer.mem(), buffer.bytes(), self.current_stream());
+        call!(clRetainMemObject(mem)).map_err(|e| self.error(self.settle(e)))?;
+        let buffer = ClBuffer::new(mem, bytes);
+        let (readings, at) = self
+            .while_idle(stream, (Readings::default(), ptr::null_mut()), |q, (readings, at)| {
+                readings.enqueue(q, &[self.slot()], false)?;
+                let (flags, unasked) = (CL_MAP_READ | CL_MAP_WRITE, ptr::null_mut());
+                *at = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, 0, bytes, 0, ptr::null(), unasked))?;
+                Ok(())
+            })
+            .map_err(|e| self.error(e))?;
+        let Some(at) = NonNull::new(at.cast()) else { return Err(Error::invalid("map", "the driver gave no address")) };
+        let mapped = MappedBuffer { device: self, buffer, at };
+        self.take_failed(stream)?;
+        self.report(readings).map(|()| mapped)
     }
 }

@@ -63,6 +63,7 @@ pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClImage, ClKernel};
 pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::{Fault, index_fault};
 pub(crate) use host_memory::HostMemory;
+pub(crate) use import::MappedBuffer;
 pub(crate) use launch::Arg;
 pub(crate) use parameters::{Knob, PARAMETERS, Tunable};
 pub(crate) use pinned::ClPinned;

@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::fmt;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::image::{ImageDesc, ImageFormat, elsewhere};
@@ -80,6 +81,17 @@ impl OpenCl {
         let buffer = self.device.import_buffer(op, buffer)?;
         let bytes = buffer.bytes();
         Ok((Memory(MemoryKind::OpenCl(buffer)), bytes))
+    }
+
+    /// A buffer over bytes of the host; none where the device does not work on them in place, or the driver refuses.
+    ///
+    /// # Safety
+    /// As for [`ClDevice::buffer_over`].
+    pub(crate) unsafe fn over(self, start: NonNull<u8>, bytes: usize) -> Option<Memory> {
+        let in_place = self.device.info().unified_memory && bytes as u64 <= self.largest_segment() as u64;
+        // SAFETY: what the caller promises.
+        let buffer = in_place.then(|| unsafe { self.device.buffer_over(start, bytes) })?.ok()?;
+        Some(Memory(MemoryKind::OpenCl(buffer)))
     }
 
     fn failure(&self, error: ClError) -> Failure {

@@ -1,0 +1,196 @@
+//! Memory of the host that goes to other libraries, and comes from them, as DLPack describes it.
+
+use std::ptr::{self, NonNull};
+use std::slice;
+use std::sync::PoisonError;
+
+use dlpark::ffi::{DLDataType, DLDevice, DLDeviceType};
+use dlpark::metadata::Dynamic;
+use dlpark::{DlpackFlags, Managed, ManagedTensorBase, versioned};
+
+use super::allocation::{Adopted, Backing, Bytes, Storage};
+use super::import::Foreign;
+use crate::{DType, Device, Error, Result};
+
+/// DLPack's names of the dtypes.
+const DTYPES: [(DType, DLDataType); 9] = [
+    (DType::F32, DLDataType::F32),
+    (DType::F16, DLDataType::F16),
+    (DType::BF16, DLDataType::BF16),
+    (DType::F64, DLDataType::F64),
+    (DType::I64, DLDataType::I64),
+    (DType::I32, DLDataType::I32),
+    (DType::U8, DLDataType::U8),
+    (DType::U32, DLDataType::U32),
+    (DType::Bool, DLDataType::BOOL),
+];
+
+impl Storage {
+    /// Elements of a storage of the CPU device for other libraries. From now on it never moves, and it is kept until they are
+    /// done.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for another device, and [`Error::DeviceLost`] where a transfer may still be using the bytes.
+    pub(crate) fn to_dlpack(
+        &self,
+        dtype: DType,
+        (shape, strides): (&[usize], &[isize]),
+        offset: usize,
+    ) -> Result<versioned::Dlpack> {
+        let fail = |reason: String| Err(Error::invalid("to_dlpack", reason));
+        if self.device() != Device::Cpu {
+            return fail(format!("it is on {}: call to_device(Device::Cpu) first", self.device()));
+        }
+        let Some((_, described)) = DTYPES.into_iter().find(|(known, _)| *known == dtype) else {
+            return fail(format!("DLPack has no {dtype}"));
+        };
+        if let Some(block) = self.allocation().block() {
+            block.export();
+        }
+        let _locked = self.allocation().host_lock().map(|lock| lock.read().unwrap_or_else(PoisonError::into_inner));
+        if let Some(pinned) = self.allocation().pinned() {
+            pinned.check(true)?;
+        }
+        let data = match shape.contains(&0) {
+            true => ptr::null_mut(),
+            // SAFETY: a tensor's first element is in its storage.
+            false => unsafe { self.allocation().host_range().0.add(offset * dtype.size()) }.as_ptr().cast(),
+        };
+        let made = Dynamic::new(shape, strides).initialize(Box::new(self.clone()));
+        let mut made = made.map_err(|e| Error::invalid("to_dlpack", e.to_string()))?;
+        made.set_data(data).set_device(DLDevice::CPU).set_dtype(described);
+        // SAFETY: the storage, which the tensor owns, keeps the elements where they are; shape and strides are those of a
+        // tensor in it, copied; and consumers may write to it, as views may.
+        Ok(unsafe { made.finish() })
+    }
+}
+
+/// A tensor of another library in memory of the host, which [`Tensor::from_dlpack`](crate::Tensor::from_dlpack) makes a tensor.
+///
+/// ```
+/// use claystone::storage::DlpackMemory;
+/// use claystone::{Device, Tensor};
+/// let x = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?.t()?;
+/// // SAFETY: nobody uses x while y is used.
+/// let y = Tensor::from_dlpack(unsafe { DlpackMemory::new(x.to_dlpack()?)? });
+/// assert_eq!((y.shape().dims(), y.to_vec::<f32>()?), (&[3, 2][..], x.to_vec::<f32>()?));
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct DlpackMemory {
+    pub(crate) storage: Storage,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) strides: Vec<isize>,
+    /// Of the first element, in elements.
+    pub(crate) offset: usize,
+}
+
+impl DlpackMemory {
+    /// Takes over a tensor, whose owner is told when the last handle on the memory is dropped. Nothing is copied, unless the
+    /// tensor is read-only, as a tensor here may always be written to.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a tensor that is not in memory of the host, has elements of a type that [`DType`] does not have
+    /// or at an address that they cannot have, has elements that overlap (those that broadcasting repeats aside), or is not
+    /// described as DLPack asks for.
+    ///
+    /// # Safety
+    /// The tensor keeps to DLPack: its elements are there, initialised and values of their type (bools are 0 or 1), until it
+    /// is told that they are not used any more. Meanwhile nobody writes to the bytes from the first element to the last while
+    /// they are used here, or uses them while they are written to here.
+    pub unsafe fn new<M: ManagedTensorBase + 'static>(dlpack: Managed<M>) -> Result<DlpackMemory> {
+        let invalid = |reason: String| Error::invalid("from_dlpack", reason);
+        let tensor = dlpack.validate().map_err(|e| invalid(e.to_string()))?;
+        let device = tensor.device().device_type;
+        if device != DLDeviceType::CPU {
+            let reason = format!("the tensor is on DLPack's device type {}: copy it to the CPU first", device.0);
+            return Err(invalid(reason));
+        }
+        let described = tensor.dtype();
+        let Some((dtype, _)) = DTYPES.into_iter().find(|(_, known)| known.matches(described)) else {
+            let (code, bits, lanes) = (described.code.0, described.bits, described.lanes);
+            return Err(invalid(format!("no dtype is of code {code} with {bits} bits and {lanes} lanes")));
+        };
+        let strides = tensor.strides_or_compact().map_err(|e| invalid(e.to_string()))?;
+        let strides: Vec<isize> = strides.iter().map(|&stride| stride as isize).collect();
+        let shape: Vec<usize> = tensor.shape().iter().map(|&size| size as usize).collect();
+        if shape.contains(&0) {
+            let storage = Storage::new(Device::Cpu, 0, Backing::Empty);
+            return Ok(DlpackMemory { storage, dtype, strides: vec![0; shape.len()], shape, offset: 0 });
+        }
+        let (before, count) = extent(&shape, &strides).map_err(invalid)?;
+        let size = dtype.size();
+        let too_large = || invalid("the elements are further apart than memory is large".into());
+        let bytes = count.checked_mul(size).filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or_else(too_large)?;
+        let at = usize::try_from(tensor.byte_offset()).ok().ok_or_else(too_large)?;
+        let base = NonNull::new(tensor.data_ptr().cast_mut().cast::<u8>());
+        let base = base.ok_or_else(|| invalid("the data pointer is null".into()))?;
+        // In the tensor's memory, which the caller promises is there.
+        let start = base.as_ptr().wrapping_add(at).wrapping_sub(before * size);
+        let Some(start) = NonNull::new(start).filter(|start| start.addr().get().is_multiple_of(size)) else {
+            return Err(invalid(format!("the elements begin at {start:p}, where no {dtype} can")));
+        };
+        let storage = match dlpack.flags().contains(DlpackFlags::READ_ONLY) {
+            true => {
+                let copy = Storage::alloc(Device::Cpu, bytes)?;
+                // SAFETY: the bytes from the first element to the last, which the caller promises are there and not changed.
+                copy.write(0, unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })?;
+                copy
+            }
+            false => {
+                let memory = Bytes::Foreign(Foreign::new(start, dlpack));
+                Storage::new(Device::Cpu, bytes, Backing::Adopted(Adopted::new(memory)))
+            }
+        };
+        Ok(DlpackMemory { storage, dtype, shape, strides, offset: before })
+    }
+}
+
+/// How many elements before the first one the memory of a tensor that has some begins, and how many there are from there to its
+/// end, those between its own included.
+///
+/// # Errors
+/// A sentence about elements that overlap, or are too far apart.
+fn extent(shape: &[usize], strides: &[isize]) -> Result<(usize, usize), String> {
+    let mut dims: Vec<(usize, isize)> = shape.iter().copied().zip(strides.iter().copied()).collect();
+    dims.retain(|&(size, stride)| size > 1 && stride != 0);
+    dims.sort_unstable_by_key(|&(_, stride)| stride.unsigned_abs());
+    let (mut before, mut count) = (0usize, 1usize);
+    for (size, stride) in dims {
+        // Each element of a dimension lies behind all of the dimensions inside.
+        if stride.unsigned_abs() < count {
+            return Err(format!("elements of strides {strides:?} overlap: copy the tensor first"));
+        }
+        let reach = (size - 1).checked_mul(stride.unsigned_abs());
+        let far = || format!("elements of strides {strides:?} are further apart than memory is large");
+        let reach = reach.ok_or_else(far)?;
+        before = before.checked_add(if stride < 0 { reach } else { 0 }).ok_or_else(far)?;
+        count = count.checked_add(reach).ok_or_else(far)?;
+    }
+    Ok((before, count))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extents_are_those_of_the_elements() {
+        for (shape, strides, want) in [
+            (&[][..], &[][..], Some((0, 1))),
+            (&[2, 3], &[3, 1], Some((0, 6))),
+            (&[2, 3], &[1, 2], Some((0, 6))),
+            (&[2, 3], &[-3, 1], Some((3, 6))),
+            (&[2, 3], &[-10, -2], Some((14, 15))),
+            (&[4, 3], &[0, 2], Some((0, 5))),
+            (&[1, 3], &[7, 1], Some((0, 3))),
+            (&[2, 3], &[2, 1], None),
+            (&[2, 2], &[1, 1], None),
+            (&[3], &[isize::MAX], None),
+            (&[2, 3], &[isize::MIN, isize::MAX], None),
+        ] {
+            assert_eq!(extent(shape, strides).ok(), want, "{shape:?} {strides:?}");
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! DLPack out and in, beside readers of our own that follow its pointers, and ndarray's arrays.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+use claystone::storage::DlpackMemory;
+use claystone::{DType, Device, Element, Error, Result, Tensor};
+use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLManagedTensor, DLManagedTensorVersioned};
+use dlpark::metadata::Dynamic;
+use dlpark::{DlpackFlags, ManagedTensorBase, TryFromDlpack, allocation, versioned};
+use half::{bf16, f16};
+use ndarray::{Array, ArrayD, ArrayViewD, Axis, IxDyn, Slice};
+
+use crate::common::{devices, vec};
+
+/// The elements in row-major order, read where the description says that they are.
+fn follow<T: Copy>(exported: &versioned::Dlpack) -> Vec<T> {
+    // SAFETY: nobody changes the description.
+    let described = unsafe { exported.tensor() };
+    let checked = exported.validate_export().unwrap();
+    let (shape, strides) = (checked.shape(), checked.strides().unwrap_or_default());
+    let count: i64 = shape.iter().product();
+    let mut values = Vec::new();
+    for i in 0..count {
+        let (mut rest, mut at) = (i, 0);
+        for d in (0..shape.len()).rev() {
+            at += rest % shape[d] * strides[d];
+            rest /= shape[d];
+        }
+        let first = described.data.cast::<u8>().wrapping_add(described.byte_offset as usize).cast::<T>();
+        // SAFETY: the tensor owns an element at each of its indices.
+        values.push(unsafe { first.wrapping_offset(at as isize).read() });
+    }
+    values
+}
+
+/// Nobody uses what is imported at the same time, here.
+fn import<M: ManagedTensorBase + 'static>(dlpack: dlpark::Managed<M>) -> Result<Tensor> {
+    // SAFETY: as above; the descriptions are whole.
+    unsafe { DlpackMemory::new(dlpack) }.map(Tensor::from_dlpack)
+}
+
+fn views(x: &Tensor) -> Vec<(&'static str, Tensor)> {
+    let reversed = Array::from_shape_fn((4, 5), |(i, j)| (i * 5 + j) as f32);
+    let reversed = reversed.slice_move(ndarray::s![..;-1, ..;-2]);
+    vec![
+        ("whole", x.shallow_clone()),
+        ("transposed", x.t().unwrap()),
+        ("inside", x.narrow(0, 1, 2).unwrap().narrow(1, 2, 3).unwrap()),
+        ("every second", x.slice(1, 1, 6, 2).unwrap()),
+        ("a row", x.i((2, ..)).unwrap()),
+        ("one", x.i((2, 3)).unwrap()),
+        ("broadcast", x.i((1, ..)).unwrap().unsqueeze(0).unwrap().expand([3, 6]).unwrap()),
+        ("empty", x.narrow(1, 2, 0).unwrap()),
+        ("backwards", Tensor::from_ndarray(reversed, Device::Cpu).unwrap()),
+    ]
+}
+
+#[test]
+fn strides_and_offsets_go_out_and_come_back() {
+    let x = Tensor::arange(0, 24, 1, Device::Cpu).unwrap().reshape([4, 6]).unwrap();
+    for (name, view) in views(&x) {
+        let want = view.to_ndarray::<f32>().unwrap();
+        let exported = view.to_dlpack().unwrap();
+        assert_eq!(follow::<f32>(&exported), want.iter().copied().collect::<Vec<_>>(), "{name}");
+        assert!(exported.flags().is_empty());
+        // SAFETY: nobody writes to it.
+        let read = unsafe { ArrayViewD::<f32>::try_from_dlpack(&exported, ()) };
+        assert!(read.is_err() || read.is_ok_and(|read| read == want), "{name}: as ndarray sees it, where it can");
+        let back = import(exported).unwrap();
+        assert_eq!((back.to_ndarray::<f32>().unwrap(), back.dtype(), back.device()), (want, DType::F32, Device::Cpu));
+        let dims = view.shape().dims().to_vec();
+        assert_eq!((back.shape().dims(), back.rank()), (&dims[..], dims.len()));
+        if view.numel() > 0 {
+            assert_eq!(back.strides(), view.strides(), "{name}");
+        }
+        // It computes on as any other.
+        let both = [&view, &back].map(|t| vec(&t.mul_scalar(3).unwrap().sum((), false).unwrap()));
+        assert_eq!(both[0], both[1], "{name}");
+    }
+}
+
+#[test]
+fn every_dtype_goes_out_and_comes_back() {
+    fn check<T: Element + PartialEq>(values: [T; 6], described: DLDataType) {
+        let x = Tensor::from_slice(&values, [2, 3], Device::Cpu).unwrap().t().unwrap();
+        let exported = x.to_dlpack().unwrap();
+        assert_eq!(exported.validate().unwrap().dtype(), described);
+        let want = [0, 3, 1, 4, 2, 5].map(|i| values[i]);
+        assert!(follow::<T>(&exported) == want, "{described:?}");
+        let back = import(exported).unwrap();
+        assert!(back.dtype() == T::DTYPE && back.to_vec::<T>().unwrap() == want, "{described:?}");
+    }
+    check([1.5f32, -2.0, 0.0, f32::MAX, 4.0, 5.0], DLDataType::F32);
+    check([1.5f64, -2.0, 0.0, f64::MAX, 4.0, 5.0], DLDataType::F64);
+    check([1.5, -2.0, 0.0, 3.0, 4.0, 5.0].map(f16::from_f32), DLDataType::F16);
+    check([1.5, -2.0, 0.0, 3.0, 4.0, 5.0].map(bf16::from_f32), DLDataType::BF16);
+    check([1i64, -2, i64::MIN, i64::MAX, 4, 5], DLDataType::I64);
+    check([1i32, -2, i32::MIN, i32::MAX, 4, 5], DLDataType::I32);
+    check([1u32, 2, 0, u32::MAX, 4, 5], DLDataType::U32);
+    check([1u8, 2, 0, 255, 4, 5], DLDataType::U8);
+    check([true, false, false, true, true, false], DLDataType::BOOL);
+}
+
+#[test]
+fn arrays_of_ndarray_come_in_without_a_copy() {
+    let whole: ArrayD<i32> = Array::from_shape_fn(IxDyn(&[3, 4, 5]), |i| (i[0] * 20 + i[1] * 5 + i[2]) as i32);
+    let mut odd = whole.clone();
+    odd.invert_axis(Axis(1));
+    odd.swap_axes(0, 2);
+    odd.slice_axis_inplace(Axis(0), Slice::new(0, None, 2));
+    for array in [whole, odd, ArrayD::from_elem(IxDyn(&[]), 7), ArrayD::zeros(IxDyn(&[2, 0, 3]))] {
+        let want = array.clone();
+        let made: allocation::dynamic::Initialized<DLManagedTensorVersioned> = Box::new(array).try_into().unwrap();
+        // SAFETY: the description is the array's.
+        let (managed, first) = unsafe {
+            let managed = made.finish();
+            let first = managed.tensor().data;
+            (managed, first)
+        };
+        let x = import(managed).unwrap();
+        assert_eq!(x.to_ndarray::<i32>().unwrap(), want);
+        let exported = x.to_dlpack().unwrap();
+        // SAFETY: nobody changes the description.
+        assert_eq!(unsafe { exported.tensor() }.data, first, "the same memory");
+        // An owned array is a tensor's without any of this, as well.
+        let moved = want.clone();
+        let place = moved.as_ptr();
+        let y = Tensor::from_ndarray(moved, Device::Cpu).unwrap();
+        assert_eq!(y.to_ndarray::<i32>().unwrap(), want);
+        if want.is_standard_layout() && !want.is_empty() {
+            let host = y.into_host::<i32>().unwrap();
+            assert_eq!((host.as_ptr(), host.view()), (place, want.view()), "and its view is ndarray's again");
+        }
+    }
+}
+
+/// Elements that tell when they are dropped.
+struct Told(Vec<f32>, Arc<AtomicUsize>);
+
+impl AsMut<[f32]> for Told {
+    fn as_mut(&mut self) -> &mut [f32] {
+        &mut self.0
+    }
+}
+
+impl Drop for Told {
+    fn drop(&mut self) {
+        self.1.fetch_add(1, SeqCst);
+    }
+}
+
+#[test]
+fn memory_outlives_either_side_and_changes_are_seen_on_both() {
+    for import_last in [false, true] {
+        let dropped = Arc::new(AtomicUsize::new(0));
+        let x = Tensor::from_host_memory(Told(vec![1.0; 12], dropped.clone()), [3, 4], Device::Cpu).unwrap();
+        let y = import(x.t().unwrap().to_dlpack().unwrap()).unwrap();
+        y.i((0, ..)).unwrap().fill_(5.0).unwrap(); // x's first column
+        assert_eq!(vec(&x)[..5], [5.0, 1.0, 1.0, 1.0, 5.0]);
+        x.mul_scalar_(2).unwrap();
+        assert_eq!(vec(&y)[..4], [10.0, 10.0, 10.0, 2.0]);
+        let (first, second) = if import_last { (x, y) } else { (y, x) };
+        drop(first);
+        assert_eq!(dropped.load(SeqCst), 0, "the other one is left");
+        assert_eq!(vec(&second.sum((), false).unwrap()), [48.0]);
+        std::thread::spawn(|| drop(second)).join().unwrap(); // also on another thread
+        assert_eq!(dropped.load(SeqCst), 1);
+    }
+    // An exported tensor alone keeps the memory, and one of the allocator's never moves.
+    let x = Tensor::arange(0, 1000, 1, Device::Cpu).unwrap();
+    let exported = x.narrow(0, 10, 5).unwrap().to_dlpack().unwrap();
+    drop(x);
+    Device::Cpu.empty_cache().unwrap();
+    let _others: Vec<Tensor> = (0..50).map(|_| Tensor::full(1000, -1.0, Device::Cpu).unwrap()).collect();
+    assert_eq!(follow::<f32>(&exported), [10.0, 11.0, 12.0, 13.0, 14.0]);
+    assert_eq!(vec(&import(exported).unwrap().add_scalar_(1).unwrap().shallow_clone())[0], 11.0);
+}
+
+/// A description of six floats in a vector; `change` makes it what is wanted.
+fn described<M: ManagedTensorBase>(
+    (shape, strides): (&[i64], &[i64]),
+    change: impl FnOnce(&mut allocation::dynamic::Initialized<M>),
+) -> dlpark::Managed<M> {
+    let values = Box::new(vec![0.0f64, 1.0, 2.0, 3.0, 4.0, 5.0]);
+    let data = values.as_ptr().cast_mut().cast();
+    let mut made = Dynamic::new(shape, strides).initialize_as::<M>(values).unwrap();
+    made.set_data(data).set_device(DLDevice::CPU).set_dtype(DLDataType::F64);
+    change(&mut made);
+    // SAFETY: what is wrong with it is refused before anything is read.
+    unsafe { made.finish() }
+}
+
+#[test]
+fn what_cannot_be_a_tensor_is_told() {
+    type Made = allocation::dynamic::Initialized<DLManagedTensorVersioned>;
+    let refused = |lies: (&[i64], &[i64]), change: &dyn Fn(&mut Made), word: &str| {
+        let error = import(described::<DLManagedTensorVersioned>(lies, change)).unwrap_err();
+        assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains(word), "{word}: {error}");
+    };
+    let fine: (&[i64], &[i64]) = (&[2, 3], &[3, 1]);
+    let other = DLDevice { device_type: dlpark::ffi::DLDeviceType(2), device_id: 0 };
+    refused(fine, &|made| _ = made.set_device(other), "copy it to the CPU first");
+    refused(fine, &|made| _ = made.set_dtype(DLDataType::I16), "no dtype is of code 0 with 16 bits");
+    refused(fine, &|made| _ = made.set_dtype(DLDataType::new(DLDataTypeCode::FLOAT, 32, 4)), "4 lanes");
+    refused(fine, &|made| _ = made.set_data(std::ptr::null_mut()), "null");
+    refused(fine, &|made| _ = made.set_byte_offset(4), "where no");
+    refused((&[2, 3], &[1, 1]), &|_| {}, "overlap");
+    refused((&[2, -3], &[3, 1]), &|_| {}, "negative");
+    refused((&[3, 2], &[i64::MAX, i64::MAX]), &|_| {}, "apart");
+    // Offsets in bytes, strides that go back, and the description without a version are as good as others.
+    let lies: (&[i64], &[i64]) = (&[2, 2], &[-2, 1]);
+    let x = import(described::<DLManagedTensorVersioned>(lies, |made| _ = made.set_byte_offset(24))).unwrap();
+    assert_eq!(x.to_vec::<f64>().unwrap(), [3.0, 4.0, 1.0, 2.0]);
+    let x = import(described::<DLManagedTensor>(fine, |_| {})).unwrap();
+    assert_eq!(x.t().unwrap().to_vec::<f64>().unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+    // Nobody is to write to what is read-only: the tensor has a copy.
+    let read_only =
+        described::<DLManagedTensorVersioned>(fine, |made| _ = made.set_flags(DlpackFlags::READ_ONLY).unwrap());
+    // SAFETY: nobody changes the description.
+    let place = unsafe { read_only.tensor() }.data;
+    let x = import(read_only).unwrap();
+    x.add_scalar_(1).unwrap();
+    assert_eq!(x.to_vec::<f64>().unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    let exported = x.to_dlpack().unwrap();
+    // SAFETY: as above.
+    assert_ne!(unsafe { exported.tensor() }.data, place);
+}
+
+#[test]
+fn what_cannot_go_out_is_told() {
+    for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
+        let x = Tensor::ones(3, device).unwrap();
+        let error = x.to_dlpack().err().unwrap();
+        assert!(
+            matches!(error, Error::Invalid { .. }) && error.to_string().contains("to_device(Device::Cpu)"),
+            "{error}"
+        );
+        let exported = x.to_device(Device::Cpu).unwrap().to_dlpack().unwrap();
+        assert_eq!(follow::<f32>(&exported), [1.0; 3]);
+    }
+    let w = Tensor::ones(3, Device::Cpu).unwrap().requires_grad_(true).unwrap();
+    let error = w.to_dlpack().err().unwrap();
+    assert!(error.to_string().contains("detach"), "{error}");
+    assert_eq!(follow::<f32>(&w.detach().to_dlpack().unwrap()), [1.0; 3]);
+}
