@@ -8,13 +8,13 @@ use std::slice;
 
 use super::allocation::{Storage, alone};
 use super::block::Block;
-use crate::device::opencl::MappedBuffer;
+use super::driver::opencl::MappedHost;
 use crate::{Device, Element, Error, Result, elements};
 
 /// Elements of a storage that nobody else has a handle on, nor gets one, in memory of the host that stays where it is.
 pub(crate) struct ExclusiveHost<T> {
     /// Ended before the storage.
-    mapped: Option<MappedBuffer>,
+    mapped: Option<MappedHost>,
     storage: Storage,
     /// Whether the block may move again after this.
     could_move: bool,

@@ -8,11 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use super::allocation::{Adopted, Backing, Bytes, Storage};
 use super::block::Block;
-use super::driver::opencl::OpenCl;
+use super::driver::opencl::{MappedHost, OpenCl};
 use super::import::{Foreign, Imported, lent};
 use super::segment::Segment;
 use crate::device::capture;
-use crate::device::opencl::MappedBuffer;
 use crate::{Device, Element, Result};
 
 /// Kernels read and write vectors of so many bytes.
@@ -116,9 +115,8 @@ impl Storage {
     ///
     /// # Errors
     /// While a graph is captured, and what the driver refuses.
-    pub(super) fn map_host_buffer(&self) -> Result<MappedBuffer> {
+    pub(super) fn map_host_buffer(&self) -> Result<MappedHost> {
         capture::refuse(self.device(), "read", "no values are computed yet that could be read")?;
-        let place = self.cl()?;
-        place.device.map(place.buffer())
+        self.cl()?.map()
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::image::{ImageDesc, ImageFormat, elsewhere};
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
-use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, ClImage, Class};
+use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, ClImage, Class, MappedBuffer};
 use crate::device::{StreamId, profiler};
 use crate::storage::block::{Block, Place};
 use crate::{Device, Error, Result};
@@ -40,6 +40,26 @@ impl ClPlace<'_> {
     /// A byte of the block's.
     pub(crate) fn at(&self, byte: usize) -> ClAt<'_> {
         (self.buffer, self.place.offset() + byte)
+    }
+}
+
+impl ClPlace<'_> {
+    /// Maps the segment, a buffer over memory of the host of which this is the only block's. Waits for the device.
+    ///
+    /// # Errors
+    /// Those of [`ClDevice::map`](crate::device::opencl::ClDevice::map).
+    pub(crate) fn map(&self) -> Result<MappedHost> {
+        self.device.map(self.buffer).map(MappedHost)
+    }
+}
+
+/// Memory of the host that a device works on, which is the host's until this is dropped.
+pub(crate) struct MappedHost(MappedBuffer);
+
+impl MappedHost {
+    /// The first byte.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.0.start()
     }
 }
 
