@@ -56,6 +56,10 @@ impl ClPlace<'_> {
 /// Memory of the host that a device works on, which is the host's until this is dropped.
 pub(crate) struct MappedHost(MappedBuffer);
 
+// What a panic leaves is bytes, which are never half a value.
+impl std::panic::UnwindSafe for MappedHost {}
+impl std::panic::RefUnwindSafe for MappedHost {}
+
 impl MappedHost {
     /// The first byte.
     pub(crate) fn start(&self) -> NonNull<u8> {
