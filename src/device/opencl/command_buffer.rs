@@ -30,40 +30,46 @@ const NAME: &str = "cl_khr_command_buffer";
 type Points = (u32, *const cl_sync_point_khr, *mut cl_sync_point_khr, *mut cl_mutable_command_khr);
 const POINTS: Points = (0, ptr::null(), ptr::null_mut(), ptr::null_mut());
 
+/// `clCommandCopyBufferKHR` before version 0.9.5.
+type EarlierCopy = Option<
+    unsafe extern "C" fn(
+        cl_command_buffer_khr,
+        cl_command_queue,
+        cl_mem,
+        cl_mem,
+        usize,
+        usize,
+        usize,
+        u32,
+        *const cl_sync_point_khr,
+        *mut cl_sync_point_khr,
+        *mut cl_mutable_command_khr,
+    ) -> i32,
+>;
+
+/// `clCommandFillBufferKHR` before version 0.9.5.
+type EarlierFill = Option<
+    unsafe extern "C" fn(
+        cl_command_buffer_khr,
+        cl_command_queue,
+        cl_mem,
+        *const c_void,
+        usize,
+        usize,
+        usize,
+        u32,
+        *const cl_sync_point_khr,
+        *mut cl_sync_point_khr,
+        *mut cl_mutable_command_khr,
+    ) -> i32,
+>;
+
 /// The functions that record transfers, before version 0.9.5.
 #[derive(Clone, Copy)]
 #[allow(non_snake_case, reason = "OpenCL's names")]
 struct Earlier {
-    clCommandCopyBufferKHR: Option<
-        unsafe extern "C" fn(
-            cl_command_buffer_khr,
-            cl_command_queue,
-            cl_mem,
-            cl_mem,
-            usize,
-            usize,
-            usize,
-            u32,
-            *const cl_sync_point_khr,
-            *mut cl_sync_point_khr,
-            *mut cl_mutable_command_khr,
-        ) -> i32,
-    >,
-    clCommandFillBufferKHR: Option<
-        unsafe extern "C" fn(
-            cl_command_buffer_khr,
-            cl_command_queue,
-            cl_mem,
-            *const c_void,
-            usize,
-            usize,
-            usize,
-            u32,
-            *const cl_sync_point_khr,
-            *mut cl_sync_point_khr,
-            *mut cl_mutable_command_khr,
-        ) -> i32,
-    >,
+    clCommandCopyBufferKHR: EarlierCopy,
+    clCommandFillBufferKHR: EarlierFill,
 }
 
 /// Those of version 0.9.5 and later, which take properties as well.

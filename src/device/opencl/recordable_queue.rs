@@ -23,32 +23,34 @@ const CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE: u32 = 0x41DE;
 const CL_INVALID_OPERATION: i32 = -59;
 
 type Status = Option<unsafe extern "C" fn(*mut c_void) -> i32>;
+type NewRecording = Option<unsafe extern "C" fn(cl_command_queue, *mut i32) -> *mut c_void>;
+/// Four times a number and that many changes to what was recorded; what to wait for; an event.
+type EnqueueRecording = Option<
+    unsafe extern "C" fn(
+        cl_command_queue,
+        *mut c_void,
+        usize,
+        *const c_void,
+        usize,
+        *const c_void,
+        usize,
+        *const c_void,
+        usize,
+        *const c_void,
+        u32,
+        *const cl_event,
+        *mut cl_event,
+    ) -> i32,
+>;
 
 /// The extension, as a device has it.
 #[derive(Clone, Copy)]
 #[allow(non_snake_case, reason = "OpenCL's names")]
 pub(super) struct RecordableQueues {
-    clNewRecordingQCOM: Option<unsafe extern "C" fn(cl_command_queue, *mut i32) -> *mut c_void>,
+    clNewRecordingQCOM: NewRecording,
     clEndRecordingQCOM: Status,
     clReleaseRecordingQCOM: Status,
-    /// Four times a number and that many changes to what was recorded; what to wait for; an event.
-    clEnqueueRecordingQCOM: Option<
-        unsafe extern "C" fn(
-            cl_command_queue,
-            *mut c_void,
-            usize,
-            *const c_void,
-            usize,
-            *const c_void,
-            usize,
-            *const c_void,
-            usize,
-            *const c_void,
-            u32,
-            *const cl_event,
-            *mut cl_event,
-        ) -> i32,
-    >,
+    clEnqueueRecordingQCOM: EnqueueRecording,
     /// How many kernels a recording has at most.
     pub(super) most: usize,
 }
