@@ -193,7 +193,7 @@ impl Tensor {
     /// slice of them. It is dropped with the last handle on the storage, which allocators do not count.
     ///
     /// On [`Device::Cpu`] nothing is copied. On an OpenCL device that works on the host's memory
-    /// ([`unified_memory`](crate::DeviceInfo::unified_memory)) neither, where the elements begin at a multiple of 16 bytes and
+    /// ([`unified_memory`](crate::device::DeviceInfo::unified_memory)) neither, where the elements begin at a multiple of 16 bytes and
     /// take one: they are then in a buffer of their own (`CL_MEM_USE_HOST_PTR`; a driver may ask for more before it uses them
     /// in place, a page usually), [`into_host`](Self::into_host) shows them to the host where they are, and the last handle
     /// waits for the device. On other devices it is a copy.
