@@ -163,10 +163,11 @@ fn extent(shape: &[usize], strides: &[isize]) -> Result<(usize, usize), String> 
             return Err(format!("elements of strides {strides:?} overlap: copy the tensor first"));
         }
         let reach = (size - 1).checked_mul(stride.unsigned_abs());
-        let far = || format!("elements of strides {strides:?} are further apart than memory is large");
-        let reach = reach.ok_or_else(far)?;
-        before = before.checked_add(if stride < 0 { reach } else { 0 }).ok_or_else(far)?;
-        count = count.checked_add(reach).ok_or_else(far)?;
+        let end = reach.and_then(|reach| count.checked_add(reach)).filter(|&end| isize::try_from(end).is_ok());
+        let (Some(reach), Some(end)) = (reach, end) else {
+            return Err(format!("elements of strides {strides:?} are further apart than memory is large"));
+        };
+        (before, count) = (before + if stride < 0 { reach } else { 0 }, end);
     }
     Ok((before, count))
 }
