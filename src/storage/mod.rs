@@ -26,9 +26,9 @@ mod exclusive_host;
 mod guard;
 mod history;
 mod hooks;
+mod host_owner;
 mod image;
 mod image_pool;
-mod host_owner;
 mod import;
 mod logging;
 mod mapped;
@@ -67,8 +67,8 @@ pub use history::{
     TraceAction, TraceEntry, annotate, annotations, with_context,
 };
 pub use hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
-pub use image::Image;
 pub(crate) use host_owner::HostElements;
+pub use image::Image;
 pub use logging::{AllocationLog, LoggingAllocator};
 pub use mapped::MappedFile;
 pub(crate) use memory_mode::memory_mode;
