@@ -184,18 +184,21 @@ fn not_kept(error: &io::Error) -> Error {
 }
 
 /// Measures a device's parameters as if there were no choices, and tries nothing meanwhile.
-struct Alone<'a>(&'a dyn Tuning);
+struct Alone<'a> {
+    tuning: &'a dyn Tuning,
+    /// Whether choices were used before.
+    used: bool,
+}
 
 impl Alone<'_> {
     fn new(tuning: &dyn Tuning) -> Alone<'_> {
-        tuning.use_choices(false);
-        Alone(tuning)
+        Alone { tuning, used: tuning.use_choices(false) }
     }
 }
 
 impl Drop for Alone<'_> {
     fn drop(&mut self) {
-        self.0.use_choices(true);
+        self.tuning.use_choices(self.used);
     }
 }
 

@@ -50,8 +50,8 @@ impl Tuning for &'static ClDevice {
         self.chosen().into_iter().map(|(name, sizes, value)| Choice { name, sizes, value }).collect()
     }
 
-    fn use_choices(&self, on: bool) {
-        ClDevice::use_choices(self, on);
+    fn use_choices(&self, on: bool) -> bool {
+        ClDevice::use_choices(self, on)
     }
 
     fn forget_choices(&self) {

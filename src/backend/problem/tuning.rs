@@ -69,8 +69,8 @@ pub(crate) trait Tuning {
     fn set_level(&self, level: Level);
     /// What was chosen for kernels and classes of sizes.
     fn choices(&self) -> Vec<Choice>;
-    /// Whether that is used, in this process.
-    fn use_choices(&self, on: bool);
+    /// Whether that is used from now on, in this process; gives whether it was.
+    fn use_choices(&self, on: bool) -> bool;
     /// Forgets it, in this process.
     fn forget_choices(&self);
     /// How many choices are begun and not made.

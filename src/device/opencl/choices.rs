@@ -198,8 +198,12 @@ impl Choices {
         }
     }
 
-    /// Notes what a launch took; whether a choice is made by that.
+    /// Notes what a launch took; whether a choice is made by that. While somebody compares with what is where nothing was chosen, the
+    /// parameters are not those that count.
     pub(super) fn note(&self, OnTrial { of, value }: OnTrial, micros: f64) -> bool {
+        if self.ignored.load(Relaxed) {
+            return false;
+        }
         let mut table = lock(&self.table);
         let chosen = table.trials.get_mut(&of).and_then(|trial| trial.note(value, micros));
         if let Some(chosen) = chosen {
@@ -218,8 +222,9 @@ impl Choices {
         lock(&self.table).trials.clear();
     }
 
-    pub(super) fn use_them(&self, on: bool) {
-        self.ignored.store(!on, Relaxed);
+    /// Whether they are used from now on; gives whether they were.
+    pub(super) fn use_them(&self, on: bool) -> bool {
+        !self.ignored.swap(!on, Relaxed)
     }
 
     pub(super) fn on_trial(&self) -> usize {
@@ -233,7 +238,10 @@ impl Choices {
 
     /// These as well.
     pub(super) fn extend(&self, chosen: Chosen) {
-        lock(&self.table).chosen.extend(chosen);
+        let mut table = lock(&self.table);
+        table.trials.retain(|of, _| !chosen.contains_key(of));
+        table.chosen.extend(chosen);
+        drop(table);
         self.note_use();
     }
 

@@ -121,8 +121,8 @@ impl Submission<'_> {
         }
         let checkpoint = is_checkpoint(self.queue, part.launches);
         let mut raw = ptr::null_mut();
-        let to = if checkpoint || once { &raw mut raw } else { ptr::null_mut() };
-        if let Err(e) = part.kept.enqueue(self.queue, to) {
+        // An event whether it is needed or not: PoCL 3.0 uses it without asking whether there is one.
+        if let Err(e) = part.kept.enqueue(self.queue, &raw mut raw) {
             self.queue.since_checkpoint -= part.launches;
             if !is_refusal(&e) {
                 self.begun = true; // drivers that enqueue the commands one by one may have come halfway
@@ -133,13 +133,14 @@ impl Submission<'_> {
             }
             return Ok(false);
         }
-        if once && !raw.is_null() {
-            *last = Some(ClEvent(raw));
-            if !checkpoint || call!(clRetainEvent(raw)).is_err() {
-                raw = ptr::null_mut();
+        let mut event = (!raw.is_null()).then(|| ClEvent(raw));
+        if once && event.is_some() {
+            *last = event.take();
+            if checkpoint && call!(clRetainEvent(raw)).is_ok() {
+                event = Some(ClEvent(raw));
             }
         }
-        let launch = launched(self.queue, part.launches, (!raw.is_null()).then(|| ClEvent(raw)));
+        let launch = launched(self.queue, part.launches, event.filter(|_| checkpoint));
         self.done(launch);
         Ok(true)
     }
@@ -223,6 +224,9 @@ impl Replayer {
         let transfers = self.recording.commands.iter().filter(|command| !command.is_kernel()).count();
         if mode == ReplayMode::RecordableQueue && transfers > 0 {
             return invalid(format!("the graph has {transfers} copies and fills, which a {mode} does not record"));
+        }
+        if self.parts.get().is_some_and(|parts| !parts.is_empty()) {
+            device.drain_stream(self.recording.stream)?; // what is released is not to be under way
         }
         (self.keeper, self.parts, self.refused) = (keeper, OnceLock::new(), AtomicBool::new(false));
         Ok(())

@@ -57,12 +57,13 @@ impl ClDevice {
         let stream = self.current_stream();
         self.drain_stream(stream)?;
         let from = Instant::now();
-        launch()?;
-        self.drain_stream(stream)?;
-        if self.tuning().choices.note(trial, from.elapsed().as_secs_f64() * 1e6) {
+        // One that fails is not to be tried for ever, nor to win.
+        let done = launch().and_then(|()| self.drain_stream(stream)).and_then(|()| self.take_failed(stream));
+        let micros = if done.is_ok() { from.elapsed().as_secs_f64() * 1e6 } else { f64::INFINITY };
+        if self.tuning().choices.note(trial, micros) {
             self.chosen_anew();
         }
-        Ok(())
+        done
     }
 
     /// How much is tried.
@@ -76,10 +77,11 @@ impl ClDevice {
         self.tuning().changed();
     }
 
-    /// Whether choices are used, in this process.
-    pub(crate) fn use_choices(&self, on: bool) {
-        self.tuning().choices.use_them(on);
+    /// Whether choices are used from now on, in this process; gives whether they were.
+    pub(crate) fn use_choices(&self, on: bool) -> bool {
+        let before = self.tuning().choices.use_them(on);
         self.tuning().changed();
+        before
     }
 
     /// Every choice that was made: of what, for which logarithms of sizes.
