@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::super::config::Config;
 use super::stack::Stack;
-use super::{Context, Frames, Recorded, SegmentInfo, Setting, Snapshot, annotations};
+use super::{Context, Frames, Recorded, SegmentInfo, Setting, Snapshot, TraceAction, annotations};
 
 /// A segment, and where in the program it and its blocks come from: frames are looked up once no lock is held.
 pub(crate) struct WithContexts {
@@ -50,7 +50,8 @@ impl Snapshot {
         self.segments.extend(images.segments.into_iter().map(|s| SegmentInfo { segment_pool_id: (1, 0), ..s }));
         self.segments.sort_by_key(|segment| segment.address);
         for (trace, others) in self.device_traces.iter_mut().zip(images.device_traces) {
-            trace.extend(others);
+            // This snapshot is one event, not two.
+            trace.extend(others.into_iter().filter(|entry| entry.action != TraceAction::Snapshot));
             trace.sort_by_key(|entry| entry.time_us); // stable: events of one allocator stay in order
         }
         self
