@@ -12,11 +12,11 @@ use crate::Result;
 
 /// The memory of a graph: its pool, and what it uses of what was there before.
 pub(crate) struct Captured {
+    /// Buffers that commands name. Dropped before the storages: one of them may own the host memory that a buffer is over.
+    segments: Vec<Arc<Segment>>,
     outside: Vec<Used>,
     /// Blocks of the pool that were there before.
     before: HashSet<u32>,
-    /// Buffers that commands name.
-    segments: Vec<Arc<Segment>>,
     pool: MemPool,
 }
 

@@ -92,13 +92,16 @@ impl DlpackMemory {
     ///
     /// # Errors
     /// [`Error::Invalid`] for a tensor that is not in memory of the host, has elements of a type that [`DType`] does not have
-    /// or at an address that they cannot have, has elements that overlap (those that broadcasting repeats aside), or is not
+    /// or at an address that they cannot have, has elements that may overlap (those that broadcasting repeats aside), or is not
     /// described as DLPack asks for.
     ///
     /// # Safety
-    /// The tensor keeps to DLPack: its elements are there, initialised and values of their type (bools are 0 or 1), until it
-    /// is told that they are not used any more. Meanwhile nobody writes to the bytes from the first element to the last while
-    /// they are used here, or uses them while they are written to here.
+    /// The tensor keeps to DLPack: until it is told that they are not used any more, all bytes from the first element to the last,
+    /// those between elements as well, are there and initialised, and writable unless the tensor is marked as read-only, which one
+    /// of before DLPack 1.0 cannot be; the elements are values of their type (bools are 0 or 1). Meanwhile nobody writes to these
+    /// bytes while they are used here, or uses them while they are written to here. That includes other tensors of this crate
+    /// over the same bytes, as that which [`Tensor::to_dlpack`](crate::Tensor::to_dlpack) was called on: no operation may read
+    /// one and write to the other.
     pub unsafe fn new<M: ManagedTensorBase + 'static>(dlpack: Managed<M>) -> Result<DlpackMemory> {
         let invalid = |reason: String| Error::invalid("from_dlpack", reason);
         let tensor = dlpack.validate().map_err(|e| invalid(e.to_string()))?;
@@ -160,7 +163,7 @@ fn extent(shape: &[usize], strides: &[isize]) -> Result<(usize, usize), String> 
     for (size, stride) in dims {
         // Each element of a dimension lies behind all of the dimensions inside.
         if stride.unsigned_abs() < count {
-            return Err(format!("elements of strides {strides:?} overlap: copy the tensor first"));
+            return Err(format!("elements of strides {strides:?} may overlap: copy the tensor first"));
         }
         let reach = (size - 1).checked_mul(stride.unsigned_abs());
         let end = reach.and_then(|reach| count.checked_add(reach)).filter(|&end| isize::try_from(end).is_ok());

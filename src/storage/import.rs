@@ -159,7 +159,7 @@ impl Allocator for Imported {
 
     fn deallocate(&self, block: Block) {
         if let Some(host) = &self.host
-            && self.driver.device.drain().is_err()
+            && self.driver.device.finish_host_memory().is_err()
         {
             host.leak(); // commands may be using the memory for ever
         }

@@ -93,12 +93,27 @@ impl MappedBuffer {
 
 impl Drop for MappedBuffer {
     fn drop(&mut self) {
+        if self.device.is_lost() {
+            return;
+        }
         // What the driver refuses is done before the next command that uses a buffer; else the device is lost.
-        let _ = self.device.lock_for_waits(StreamId::DEFAULT).unmap(&self.buffer, self.at.as_ptr().cast());
+        let unmapped = self.device.lock_for_waits(StreamId::DEFAULT).unmap(&self.buffer, self.at.as_ptr().cast());
+        if let Err(e) = unmapped {
+            self.device.settle(e);
+        }
     }
 }
 
 impl ClDevice {
+    /// Unmaps what is still mapped, and waits for everything: the host's memory below a buffer may be released then.
+    ///
+    /// # Errors
+    /// What is mapped cannot be unmapped, or the device is lost.
+    pub(crate) fn finish_host_memory(&self) -> Result<()> {
+        drop(self.lock(StreamId::DEFAULT).map_err(|e| self.error(self.settle(e)))?);
+        self.drain()
+    }
+
     /// A buffer over bytes of the host (`CL_MEM_USE_HOST_PTR`).
     ///
     /// # Safety
