@@ -161,7 +161,7 @@ fn extent(shape: &[usize], strides: &[isize]) -> Result<(usize, usize), String> 
     dims.sort_unstable_by_key(|&(_, stride)| stride.unsigned_abs());
     let (mut before, mut count) = (0usize, 1usize);
     for (size, stride) in dims {
-        // Each element of a dimension lies behind all of the dimensions inside.
+        // Each element of a dimension comes behind all elements of the dimensions inside it.
         if stride.unsigned_abs() < count {
             return Err(format!("elements of strides {strides:?} may overlap: copy the tensor first"));
         }

@@ -143,7 +143,8 @@ impl PoolAllocator {
     }
 
     /// An image: a free one of the format that is at least as wide and as high, of several the one with the least to spare,
-    /// else a new one. The rules of MNN's `ImagePool`, which does not compare formats. The block that it is given as cannot be
+    /// else a new one. The rules of MNN's `ImagePool`, which does not compare formats; a static image is also at most
+    /// `pool_overfit` times too large, as it stays for long. The block that it is given as cannot be
     /// split, nor used as a buffer.
     ///
     /// # Errors

@@ -114,7 +114,7 @@ impl Books {
         let held = self.stats.reserved() + self.making;
         if held.saturating_add(elsewhere).saturating_add(size as u64) > self.limit() {
             let others = if elsewhere > 0 {
-                format!(", as {elsewhere} bytes are buffers or images of others")
+                format!(" beside {elsewhere} bytes in buffers or images that are counted elsewhere")
             } else {
                 String::new()
             };

@@ -194,8 +194,8 @@ fn described<M: ManagedTensorBase>(
 #[test]
 fn what_cannot_be_a_tensor_is_told() {
     type Made = allocation::dynamic::Initialized<DLManagedTensorVersioned>;
-    let refused = |lies: (&[i64], &[i64]), change: &dyn Fn(&mut Made), word: &str| {
-        let error = import(described::<DLManagedTensorVersioned>(lies, change)).unwrap_err();
+    let refused = |layout: (&[i64], &[i64]), change: &dyn Fn(&mut Made), word: &str| {
+        let error = import(described::<DLManagedTensorVersioned>(layout, change)).unwrap_err();
         assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains(word), "{word}: {error}");
     };
     let fine: (&[i64], &[i64]) = (&[2, 3], &[3, 1]);
@@ -209,8 +209,8 @@ fn what_cannot_be_a_tensor_is_told() {
     refused((&[2, -3], &[3, 1]), &|_| {}, "negative");
     refused((&[3, 2], &[i64::MAX, i64::MAX]), &|_| {}, "apart");
     // Offsets in bytes, strides that go back, and the description without a version are as good as others.
-    let lies: (&[i64], &[i64]) = (&[2, 2], &[-2, 1]);
-    let x = import(described::<DLManagedTensorVersioned>(lies, |made| _ = made.set_byte_offset(24))).unwrap();
+    let layout: (&[i64], &[i64]) = (&[2, 2], &[-2, 1]);
+    let x = import(described::<DLManagedTensorVersioned>(layout, |made| _ = made.set_byte_offset(24))).unwrap();
     assert_eq!(x.to_vec::<f64>().unwrap(), [3.0, 4.0, 1.0, 2.0]);
     let x = import(described::<DLManagedTensor>(fine, |_| {})).unwrap();
     assert_eq!(x.t().unwrap().to_vec::<f64>().unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);

@@ -41,8 +41,8 @@ fn results(n: usize, device: Device) -> Result<Vec<Tensor>> {
         Tensor::from_vec(values, shape, device)
     };
     let (x, wide, image) = (number(&[n], 13)?, number(&[n, 17], 7)?, number(&[1, 1, n, 16], 11)?);
-    let places = x.to_dtype(claystone::DType::I64)?;
-    let some = places.narrow(0, 0, 13)?;
+    let indices = x.to_dtype(claystone::DType::I64)?;
+    let some = indices.narrow(0, 0, 13)?;
     let (sum, added) = (x.add(&x)?, Tensor::zeros([16, n], device)?);
     sum.add_(&x)?;
     added.index_add_(0, &some, &number(&[13, n], 5)?)?;
@@ -60,7 +60,7 @@ fn results(n: usize, device: Device) -> Result<Vec<Tensor>> {
         image.interpolate(&[2 * n, 8], Interpolation::Nearest)?,
         wide.matmul(&wide.t()?)?,
         wide.t()?.matmul(&wide)?,
-        places.one_hot(13)?,
+        indices.one_hot(13)?,
         Tensor::arange(0, n as i64, 1, device)?,
     ])
 }

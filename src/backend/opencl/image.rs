@@ -13,8 +13,9 @@ pub(crate) use product::product;
 
 use std::sync::Arc;
 
-use crate::backend::opencl::geometry::{LOCAL, flag, group_of};
+use crate::backend::opencl::geometry::{LOCAL, flag, group_of, launch_free};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::problem::windows::four;
 use crate::device::capture;
 use crate::device::opencl::{Arg, ClDevice, ClKernel, Knob};
 use crate::layout::Layout;
@@ -27,12 +28,13 @@ const TEMPLATE: &str = include_str!("../../../kernels/image.cl");
 /// The open device of a tensor whose operations are to read images, in mode auto where this parameter says so. Not while a graph is
 /// captured: its replays would need the images.
 fn wanted(x: &Tensor, knob: Knob) -> Option<&'static ClDevice> {
+    // Every launch asks: what nearly always says no comes first.
     let mode = memory_mode();
-    if mode == MemoryMode::Buffer || capture::is_capturing(x.device()) {
+    if mode == MemoryMode::Buffer {
         return None;
     }
-    let cl = x.cl_device().ok().filter(|cl| cl.image_limits().is_some())?;
-    (mode == MemoryMode::Image || cl.tuned(knob) == 1).then_some(cl)
+    let cl = x.cl_device().ok().filter(|cl| mode == MemoryMode::Image || cl.tuned(knob) == 1)?;
+    (cl.image_limits().is_some() && !capture::is_capturing(x.device())).then_some(cl)
 }
 
 /// The format that keeps the elements of a dtype exactly; others have none.
@@ -44,7 +46,7 @@ fn format(dtype: DType) -> Option<ImageFormat> {
     }
 }
 
-/// Which way the channels' blocks of four lie in an image.
+/// Which way the channels' blocks of four follow each other in an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Blocks {
     /// Side by side: a tensor `[n, c, h, w]`.
@@ -64,7 +66,7 @@ impl Tensor4 {
     /// Of up to four dims: those of fewer are channels, batch and channels, or the last three.
     pub(crate) fn of(layout: &Layout) -> Option<Tensor4> {
         let (dims, strides) = (layout.shape.dims(), &layout.strides);
-        let places: &[usize] = match dims.len() {
+        let axes: &[usize] = match dims.len() {
             0 => &[],
             1 => &[1],
             2 => &[0, 1],
@@ -73,8 +75,8 @@ impl Tensor4 {
             _ => return None,
         };
         let mut four = Tensor4 { dims: [1; 4], strides: [0; 4] };
-        for (i, &place) in places.iter().enumerate() {
-            (four.dims[place], four.strides[place]) = (dims[i], strides[i]);
+        for (i, &axis) in axes.iter().enumerate() {
+            (four.dims[axis], four.strides[axis]) = (dims[i], strides[i]);
         }
         Some(four)
     }
@@ -151,21 +153,35 @@ fn make(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, kind: St
 /// The image of a tensor that is likely to be constant: kept with its storage until that changes.
 fn constant(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks) -> Result<Image> {
     let stream = cl.current_stream().index() as i64; // another stream would have to wait for the conversion
-    let place = [x.layout.offset as i64, x.dtype as i64, blocks as i64, stream];
-    let key: ImageKey = place.into_iter().chain(t.words()).collect();
+    let read = [x.layout.offset as i64, x.dtype as i64, blocks as i64, stream];
+    let key: ImageKey = read.into_iter().chain(t.words()).collect();
     x.storage.derived_image(key, || make(cl, x, t, blocks, StorageType::Static))
 }
 
-/// An image of a tensor for a use of this moment.
-fn transient(cl: &'static ClDevice, x: &Tensor, t: &Tensor4) -> Result<Image> {
-    make(cl, x, t, Blocks::Across, StorageType::Dynamic)
+/// An image of a tensor that fits, for a use of this moment.
+fn transient(cl: &'static ClDevice, x: &Tensor) -> Result<Image> {
+    let four = Tensor4::of(&x.layout).expect("it was asked whether it fits");
+    make(cl, x, &four, Blocks::Across, StorageType::Dynamic)
+}
+
+/// How many of a batch `[n, c, h, w]` an image has room for; `None` where that is not even one.
+fn batch(cl: &ClDevice, x: &Tensor) -> Option<usize> {
+    let [n, c, h, w] = four(x);
+    let most = limits(cl)[1].checked_div(h)?.min(n);
+    let slice = Tensor4 { dims: [most, c, h, w], strides: [0; 4] };
+    slice.fits(Blocks::Across, cl).then_some(most)
+}
+
+/// So many of a batch from one on.
+fn slice(t: &Tensor, from: usize, count: usize) -> Result<Tensor> {
+    Ok(t.with_layout(t.layout.narrow("image", 0, from, count)?))
 }
 
 /// The image of a tensor, in NC4HW4: see [`Tensor::to_image`](crate::Tensor::to_image). `None` where it has none.
 pub(crate) fn to_image(x: &Tensor) -> Result<Option<Image>> {
     let cl = x.cl_device()?;
     let four = Tensor4::of(&x.layout).filter(|four| format(x.dtype).is_some() && four.fits(Blocks::Across, cl));
-    four.map(|four| transient(cl, x, &four)).transpose()
+    four.map(|_| transient(cl, x)).transpose()
 }
 
 /// Fills a tensor from its image.
@@ -177,7 +193,7 @@ pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
     let [width, height] = four.size(Blocks::Across);
     let (words, to) = (four.words(), out.device_view()?);
     let args = [arg(image)?, to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
-    cl.launch(&kernel, &args, &[width * height], &[group_of(&kernel, LOCAL)])
+    launch_free(cl, &kernel, &args, width * height)
 }
 
 #[cfg(test)]

@@ -68,8 +68,8 @@ impl Tuning for &'static ClDevice {
         let squares = || [64, 128, 256, 512, 1024];
         let thin = [[1, 1024, 1024], [32, 1024, 1024], [1024, 32, 1024], [1024, 1024, 32], [2048, 2048, 64]];
         let products = squares().map(|n| [n; 3]).into_iter().chain(thin);
-        let turned = [[false, false], [false, true], [true, false]];
-        let multiplied = products.flat_map(|size| turned.map(|turns| Workload::Product(size, turns, DType::F32)));
+        let transposed = [[false, false], [false, true], [true, false]];
+        let multiplied = products.flat_map(|size| transposed.map(|t| Workload::Product(size, t, DType::F32)));
         let moved = sides().into_iter().map(|side| Workload::Transposed(side, side, DType::F32));
         counts().map(Workload::Sum).chain(counts().map(Workload::Shifted)).chain(moved).chain(multiplied).collect()
     }

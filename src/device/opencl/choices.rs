@@ -79,11 +79,13 @@ struct Trial {
     is_final: bool,
 }
 
-/// A launch with a candidate, which is to be timed.
+/// A launch with a candidate.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) struct OnTrial {
     of: (Subject, SizeClass),
     value: usize,
+    /// Whether it is to be timed. One that a graph records is not: it has the default, and others are tried later.
+    pub(super) is_timed: bool,
 }
 
 /// Whether what this thread prepares may have something on trial.
@@ -98,7 +100,7 @@ thread_local! {
     static PREPARING: Cell<Preparing> = const { Cell::new(Preparing::Nothing) };
 }
 
-/// Prepares a launch, for which something may be on trial: the launch is then to be timed, and what was prepared
+/// Prepares a launch, for which something may be on trial: the launch is then given to `ClDevice::timed`, and what was prepared
 /// not to be kept.
 pub(crate) fn preparing<T>(prepare: impl FnOnce() -> T) -> (T, Option<OnTrial>) {
     struct Restored(Preparing);
@@ -191,16 +193,19 @@ impl Choices {
                     return default;
                 }
                 let value = trial.next();
-                PREPARING.set(Preparing::Trial(OnTrial { of, value }));
+                PREPARING.set(Preparing::Trial(OnTrial { of, value, is_timed: true }));
                 value
             }
-            _ => default,
+            (_, Preparing::Launch) => {
+                PREPARING.set(Preparing::Trial(OnTrial { of, value: default, is_timed: false }));
+                default
+            }
         }
     }
 
     /// Notes what a launch took; whether a choice is made by that. While somebody compares with what is where nothing was chosen, the
     /// parameters are not those that count.
-    pub(super) fn note(&self, OnTrial { of, value }: OnTrial, micros: f64) -> bool {
+    pub(super) fn note(&self, OnTrial { of, value, .. }: OnTrial, micros: f64) -> bool {
         if self.ignored.load(Relaxed) {
             return false;
         }

@@ -53,7 +53,7 @@ impl ClDevice {
     /// # Errors
     /// Those of the launch, or a lost device.
     pub(crate) fn timed(&self, trial: Option<OnTrial>, launch: impl FnOnce() -> Result<()>) -> Result<()> {
-        let Some(trial) = trial else { return launch() };
+        let Some(trial) = trial.filter(|trial| trial.is_timed) else { return launch() };
         let stream = self.current_stream();
         self.drain_stream(stream)?;
         let from = Instant::now();

@@ -1,7 +1,7 @@
 //! Convolutions of images with filters that are images.
 
-use super::{Blocks, TEMPLATE, Tensor4, arg, constant, format, limits, transient, unless_full, wanted};
-use crate::backend::opencl::geometry::{LOCAL, group_of};
+use super::{Blocks, TEMPLATE, Tensor4, arg, batch, constant, format, slice, transient, unless_full, wanted};
+use crate::backend::opencl::geometry::launch_free;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::windows::{Windows, four};
 use crate::backend::written;
@@ -21,7 +21,7 @@ pub(crate) fn convolution(
     bias: Option<&Tensor>,
     groups: usize,
 ) -> Result<Option<Tensor>> {
-    let ([n, c, h, width], [o, each, kh, kw]) = (four(x), four(weight));
+    let ([n, c, ..], [o, each, kh, kw]) = (four(x), four(weight));
     let depthwise = groups > 1 && groups == c && o == c && each == 1;
     if (groups > 1 && !depthwise) || x.numel() == 0 || weight.numel() == 0 || format(x.dtype).is_none() {
         return Ok(None);
@@ -31,22 +31,18 @@ pub(crate) fn convolution(
     let taps_are_one_dim = kh == 1 || kw == 1 || strides[2] == strides[3] * kw as isize;
     let step = if kw == 1 { strides[2] } else { strides[3] };
     let filter = Tensor4 { dims: [1, o, kh * kw, each], strides: [0, strides[0], step, strides[1]] };
-    let most = limits(cl)[1].checked_div(h).unwrap_or(0).min(n);
-    let Some(whole) = Tensor4::of(&x.layout).filter(|_| most > 0 && taps_are_one_dim) else { return Ok(None) };
-    let slice = Tensor4 { dims: [most, c, h, width], ..whole };
+    let Some(most) = batch(cl, x).filter(|_| taps_are_one_dim) else { return Ok(None) };
     let [rows, columns] = w.grid;
     let items = columns.div_ceil(COLUMNS) * rows * o.div_ceil(4);
-    if !filter.fits(Blocks::Down, cl) || !slice.fits(Blocks::Across, cl) || items * most >= 1 << 30 {
+    if !filter.fits(Blocks::Down, cl) || items * most >= 1 << 30 {
         return Ok(None);
     }
     let out = Tensor::empty_like_shape([n, o, rows, columns], x.dtype, x.device())?;
     let Some(filter) = unless_full(constant(cl, weight, &filter, Blocks::Down))? else { return Ok(None) };
     for from in (0..n).step_by(most) {
         let count = most.min(n - from);
-        let part = |t: &Tensor| Ok(t.with_layout(t.layout.narrow("conv2d", 0, from, count)?));
-        let (x, out) = (part(x)?, part(&out)?);
-        let four = Tensor4 { dims: [count, c, h, width], ..whole };
-        let Some(image) = unless_full(transient(cl, &x, &four))? else { return Ok(None) };
+        let (x, out) = (slice(x, from, count)?, slice(&out, from, count)?);
+        let Some(image) = unless_full(transient(cl, &x))? else { return Ok(None) };
         let sizes = [count, c, o].into_iter();
         let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.dilation];
         let words: Vec<i32> = sizes.chain(pairs.into_iter().flatten()).map(|size| size as i32).collect();
@@ -81,5 +77,5 @@ fn launch(
         to.offset(),
         Arg::Bytes(bytemuck::cast_slice(words)),
     ];
-    cl.launch(&kernel, &args, &[items], &[group_of(&kernel, LOCAL)])
+    launch_free(cl, &kernel, &args, items)
 }

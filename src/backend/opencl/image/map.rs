@@ -5,7 +5,7 @@ use std::fmt::Write;
 use smallvec::SmallVec;
 
 use super::{Blocks, TEMPLATE, Tensor4, arg, format, transient, unless_full, wanted};
-use crate::backend::opencl::geometry::{LOCAL, group_of};
+use crate::backend::opencl::geometry::launch_free;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::{Formulas, Launch};
@@ -45,8 +45,7 @@ fn run(launch: &Launch) -> Result<bool> {
     if used.is_empty() || used.len() > MOST || moves || !plain || !operands().all(fits) {
         return Ok(false);
     }
-    let convert = |(_, t): &(usize, &Tensor)| transient(cl, t, &Tensor4::of(&t.layout).expect("it fits"));
-    let images = used.iter().map(convert).collect::<Result<SmallVec<[Image; 4]>>>();
+    let images = used.iter().map(|(_, t)| transient(cl, t)).collect::<Result<SmallVec<[Image; 4]>>>();
     let Some(images) = unless_full(images)? else { return Ok(false) };
     let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[out.dtype as u64]);
     params.extend(used.iter().map(|(k, _)| *k as u64));
@@ -57,7 +56,7 @@ fn run(launch: &Launch) -> Result<bool> {
     let mut args: SmallVec<[Arg; 12]> = images.iter().map(arg).collect::<Result<_>>()?;
     args.extend([to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))]);
     args.extend((0..program.scalars()).map(|i| scalar_arg(launch.compute, launch.scalars[i])));
-    cl.launch(&kernel, &args, &[width * height], &[group_of(&kernel, LOCAL)])?;
+    launch_free(cl, &kernel, &args, width * height)?;
     Ok(true)
 }
 

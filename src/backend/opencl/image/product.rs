@@ -5,21 +5,21 @@ use std::fmt::Write;
 use smallvec::SmallVec;
 
 use super::{Blocks, TEMPLATE, Tensor4, arg, constant, format, unless_full, wanted};
-use crate::backend::opencl::geometry::{LOCAL, group_of};
+use crate::backend::opencl::geometry::launch_free;
 use crate::backend::opencl::kernels::{BufferView, KernelKey, kernel};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::gemm::{Gemm, GemmPlan};
 use crate::device::opencl::{Arg, Knob};
 use crate::expr::program::Program;
 use crate::tensor::Layout;
-use crate::{Compute, DType, Result, Shape, Tensor};
+use crate::{Compute, Result, Shape, Tensor};
 
 /// `[.., k]` times a matrix `[k, n]`, whose image is kept as long as it does not change: weights of a network that is used and not
 /// trained; false where buffers are to be read.
 pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let Some(cl) = wanted(g.a, Knob::ProductImages) else { return Ok(false) };
     let program = Program::of(g.epilogue);
-    let floats = |t: &Tensor| matches!(t.dtype, DType::F32 | DType::F16 | DType::BF16);
+    let floats = |t: &Tensor| format(t.dtype).is_some();
     let plain = outs.len() == 1 && g.sums.is_none() && program.seeds() == 0 && !program.can_fault(Compute::F32);
     let operands = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied());
     if !plain || g.compute() != Compute::F32 || g.b.rank() != 2 || !operands.clone().all(floats) {
@@ -35,7 +35,6 @@ pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
     if !same || plan.m * n * k == 0 || items >= 1 << 30 || plan.m >= 1 << 30 || !four.fits(Blocks::Across, cl) {
         return Ok(false);
     }
-    debug_assert!(format(g.b.dtype).is_some());
     let Some(image) = unless_full(constant(cl, g.b, &four, Blocks::Across))? else { return Ok(false) };
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[g.a.dtype as u64, outs[0].dtype as u64]);
@@ -53,7 +52,7 @@ pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
         args.extend([view.buffer(), view.offset(), step(at.row), step(at.col)]);
     }
     args.extend((0..program.scalars()).map(|i| scalar_arg(Compute::F32, g.scalars[i])));
-    cl.launch(&kernel, &args, &[items], &[group_of(&kernel, LOCAL)])?;
+    launch_free(cl, &kernel, &args, items)?;
     Ok(true)
 }
 

@@ -68,6 +68,24 @@ fn the_fastest_is_chosen_if_it_is_worth_it() {
     assert_eq!(run(64, &[128], lucky).0, 64);
 }
 
+/// What a graph records is the default, without a time and without a plan that would be kept, and the trial goes on later.
+#[test]
+fn a_launch_that_may_not_try_has_the_default() {
+    let choices = Choices::new(Level::Fast, Chosen::new());
+    let of = (Subject::Group(1), SizeClass::of([1000]));
+    let choice = |may_try| preparing(|| choices.choice(of, 64, || may_try, |_| vec![128]));
+    let (value, trial) = choice(false);
+    assert!(value == 64 && trial.is_some_and(|trial| !trial.is_timed));
+    for expected in [64, 128] {
+        let (value, trial) = choice(true);
+        let trial = trial.filter(|trial| trial.is_timed).unwrap();
+        assert_eq!((value, trial.value), (expected, expected));
+        choices.note(trial, 1.0);
+    }
+    // Outside of a launch nothing is tried.
+    assert_eq!(choices.choice(of, 64, || true, |_| vec![128]), 64);
+}
+
 #[test]
 fn what_is_written_is_read_back_and_nothing_else() {
     for family in [Family::Processor, Family::Gpu] {
