@@ -19,6 +19,7 @@ mod limits;
 mod numbers;
 mod parts;
 mod steps;
+mod trials;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;

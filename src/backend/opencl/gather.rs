@@ -29,7 +29,7 @@ fn launch(
     of: OpKind,
     out: &Tensor,
     others: &[u64],
-    prepare: impl FnOnce(&'static ClDevice) -> Result<LaunchPlan>,
+    prepare: impl Fn(&'static ClDevice) -> Result<LaunchPlan>,
 ) -> Result<()> {
     let mut numbers: SmallVec<[u64; 24]> = SmallVec::new();
     numbers.extend([launch_cache::number_of(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);

@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::BufferView;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, ClKernel, preparing};
+use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::layout::collapse::StridedDims;
 use crate::{DType, Result};
 
@@ -21,15 +21,15 @@ pub(crate) fn group_of(kernel: &ClKernel, local: usize) -> usize {
 }
 
 /// Work-items a group of a kernel that runs in groups of any size and checks its bounds, over so many: what suits the
-/// device, which may be under trial; see [`preparing`](crate::device::opencl::preparing).
+/// device, which may be on trial; see [`launch_on_trial`](ClDevice::launch_on_trial).
 pub(crate) fn free_group(device: &ClDevice, kernel: &ClKernel, items: usize, local: usize) -> usize {
     device.group_for(kernel, items, group_of(kernel, local))
 }
 
 /// Launches a kernel of this kind.
 pub(crate) fn launch_free(device: &ClDevice, kernel: &ClKernel, args: &[Arg<'_>], items: usize) -> Result<()> {
-    let (local, trial) = preparing(|| free_group(device, kernel, items, LOCAL));
-    device.timed(trial, || device.launch(kernel, args, &[items], &[local]))
+    let group = || Ok(free_group(device, kernel, items, LOCAL));
+    device.launch_on_trial(group, |&local| device.launch(kernel, args, &[items], &[local])).map(drop)
 }
 
 /// Work-items a group of a kernel that is compiled for groups of this size, unless it has reasons for another.

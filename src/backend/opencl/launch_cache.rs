@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::launch_plan::LaunchPlan;
 use crate::backend::problem::map::Params;
-use crate::device::opencl::{preparing, times_tuned};
+use crate::device::opencl::times_tuned;
 use crate::expr::Expr;
 use crate::tensor::Layout;
 use crate::{DType, Device, Result, Tensor};
@@ -155,17 +155,15 @@ impl Slot {
 }
 
 /// Launches what the key says: as it was prepared before, or else as `prepare` does it.
-pub(crate) fn launch(key: &Key, params: Params, prepare: impl FnOnce() -> Result<LaunchPlan>) -> Result<Rc<Entry>> {
+pub(crate) fn launch(key: &Key, params: Params, prepare: impl Fn() -> Result<LaunchPlan>) -> Result<Rc<Entry>> {
     let entry = match find(key) {
         Ok(entry) => entry,
-        Err(slot) => match preparing(prepare) {
-            (plan, None) => slot.keep(key, plan?),
-            (plan, trial) => {
-                let entry = Rc::new(Entry::new(key, plan?));
-                entry.plan.timed(trial, key.tensors, params)?;
-                return Ok(entry);
-            }
-        },
+        Err(slot) => {
+            let device = key.tensors[0].cl_device()?;
+            let (plan, may_keep) =
+                device.launch_on_trial(prepare, |plan: &LaunchPlan| plan.launch(key.tensors, params))?;
+            return Ok(if may_keep { slot.keep(key, plan) } else { Rc::new(Entry::new(key, plan)) });
+        }
     };
     entry.plan.launch(key.tensors, params)?;
     Ok(entry)

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use crate::backend::opencl::kernels::BufferView;
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::Params;
-use crate::device::opencl::{ARRIVALS, Arg, ClDevice, ClKernel, OnTrial};
+use crate::device::opencl::{ARRIVALS, Arg, ClDevice, ClKernel};
 use crate::{Compute, DType, Result, Tensor};
 
 /// The launches of one operation: one, or several that share scratch memory.
@@ -86,11 +86,6 @@ impl LaunchPlan {
     /// Whether a kernel is given tensor `k` of the list.
     pub(crate) fn uses(&self, k: usize) -> bool {
         self.launches.iter().any(|launch| launch.buffers.contains(&k))
-    }
-
-    /// [`launch`](Self::launch), timed where something is on trial.
-    pub(crate) fn timed(&self, trial: Option<OnTrial>, tensors: &[&Tensor], params: Params) -> Result<()> {
-        self.device.timed(trial, || self.launch(tensors, params))
     }
 
     /// Launches it with these tensors, which lie as those it was prepared for.

@@ -13,7 +13,7 @@ use crate::backend::problem::map::{Formulas, Launch, in_place, is_clear_of};
 use crate::backend::problem::operand::OperandKind;
 use crate::device::DeviceKind;
 use crate::device::cpu::streaming;
-use crate::device::opencl::{Arg, ClDevice, Knob, LARGEST_GROUP, SizeClass, preparing};
+use crate::device::opencl::{Arg, ClDevice, Knob, LARGEST_GROUP, SizeClass};
 use crate::expr::program::Program;
 use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
@@ -100,11 +100,10 @@ pub(crate) fn run(formulas: &Formulas) -> Result<()> {
         false => None,
     };
     formulas.checked(Program::kept(exprs), true, |launch, copied| {
-        let (plan, trial) = preparing(|| prepare(launch));
-        let plan = plan?;
         let tensors: SmallVec<[&Tensor; 8]> = launch.inputs.iter().chain(outputs.iter().copied()).collect();
-        plan.timed(trial, &tensors, params)?;
-        if let Some(slot) = slot.filter(|_| !copied && trial.is_none()) {
+        let run = |plan: &LaunchPlan| plan.launch(&tensors, params);
+        let (plan, may_keep) = outputs[0].cl_device()?.launch_on_trial(|| prepare(launch), run)?;
+        if let Some(slot) = slot.filter(|_| !copied && may_keep) {
             slot.keep(&key, plan);
         }
         Ok(())

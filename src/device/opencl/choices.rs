@@ -81,7 +81,7 @@ struct Trial {
 
 /// A launch with a candidate.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) struct OnTrial {
+pub(super) struct OnTrial {
     of: (Subject, SizeClass),
     value: usize,
     /// Whether it is to be timed. One that a graph records is not: it has the default, and others are tried later.
@@ -100,9 +100,9 @@ thread_local! {
     static PREPARING: Cell<Preparing> = const { Cell::new(Preparing::Nothing) };
 }
 
-/// Prepares a launch, for which something may be on trial: the launch is then given to `ClDevice::timed`, and what was prepared
+/// Prepares a launch, for which something may be on trial: the launch is then timed where the trial says so, and what was prepared
 /// not to be kept.
-pub(crate) fn preparing<T>(prepare: impl FnOnce() -> T) -> (T, Option<OnTrial>) {
+pub(super) fn preparing<T>(prepare: impl FnOnce() -> T) -> (T, Option<OnTrial>) {
     struct Restored(Preparing);
     impl Drop for Restored {
         fn drop(&mut self) {

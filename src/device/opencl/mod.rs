@@ -57,7 +57,7 @@ pub(crate) mod user_kernel;
 
 pub use cache::{ProgramCache, read_cache_file};
 pub(crate) use capabilities::{capabilities, platforms};
-pub(crate) use choices::{LARGEST_GROUP, OnTrial, SizeClass, preparing};
+pub(crate) use choices::{LARGEST_GROUP, SizeClass};
 pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClImage, ClKernel};
 pub(crate) use errors::{ClError, Class};

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::ClDevice;
-use super::choices::{LARGEST_GROUP, OnTrial, SizeClass, Subject, groups};
+use super::choices::{LARGEST_GROUP, SizeClass, Subject, groups, preparing};
 use super::driver::ClKernel;
 use super::parameters::{Knob, PARAMETERS};
 use crate::Result;
@@ -48,22 +48,34 @@ impl ClDevice {
         self.tuning().choices.choice((subject, class), default, may_try, candidates)
     }
 
-    /// Launches, and notes what it took where something is on trial: the stream is idle before and after.
+    /// Prepares a launch and launches it, with what is on trial for it: that is timed, with an idle stream before and after. What
+    /// fails with a candidate, whose kernel may need more than the device has, is done with the default. Gives what was
+    /// prepared, and whether it can be kept for launches like this one.
     ///
     /// # Errors
-    /// Those of the launch, or a lost device.
-    pub(crate) fn timed(&self, trial: Option<OnTrial>, launch: impl FnOnce() -> Result<()>) -> Result<()> {
-        let Some(trial) = trial.filter(|trial| trial.is_timed) else { return launch() };
+    /// Those of the default, or a lost device.
+    pub(crate) fn launch_on_trial<P>(
+        &self,
+        prepare: impl Fn() -> Result<P>,
+        launch: impl Fn(&P) -> Result<()>,
+    ) -> Result<(P, bool)> {
+        let (prepared, trial) = preparing(&prepare);
+        let run = |prepared: Result<P>| prepared.and_then(|prepared| launch(&prepared).map(|()| prepared));
+        let Some(timed) = trial.filter(|trial| trial.is_timed) else {
+            return Ok((run(prepared)?, trial.is_none()));
+        };
         let stream = self.current_stream();
         self.drain_stream(stream)?;
         let from = Instant::now();
-        // One that fails is not to be tried for ever, nor to win.
-        let done = launch().and_then(|()| self.drain_stream(stream)).and_then(|()| self.take_failed(stream));
-        let micros = if done.is_ok() { from.elapsed().as_secs_f64() * 1e6 } else { f64::INFINITY };
-        if self.tuning().choices.note(trial, micros) {
+        let launched = run(prepared);
+        let done =
+            launched.as_ref().map_or(Ok(()), |_| self.drain_stream(stream).and_then(|()| self.take_failed(stream)));
+        let micros = if launched.is_ok() && done.is_ok() { from.elapsed().as_secs_f64() * 1e6 } else { f64::INFINITY };
+        if self.tuning().choices.note(timed, micros) {
             self.chosen_anew();
         }
-        done
+        done?;
+        Ok((launched.or_else(|_| run(prepare()))?, false))
     }
 
     /// How much is tried.
