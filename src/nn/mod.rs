@@ -28,7 +28,10 @@ pub use norm::{BatchNorm, BatchNorm1d, BatchNorm2d, GroupNorm, LayerNorm, RmsNor
 pub use part::joined;
 pub use part::{Buffer, Mode, Part, Role};
 pub use pool::{AdaptiveAvgPool2d, AvgPool2d, Flatten, MaxPool2d};
-pub use rnn::{Gru, Lstm, Rnn, RnnOptions};
+pub use rnn::{
+    Gru, GruCell, Lstm, LstmCell, PackedSequence, Rnn, RnnCell, RnnOptions, pack_padded_sequence, pack_sequence,
+    pad_packed_sequence, pad_sequence, unpack_sequence, unpad_sequence,
+};
 pub use sequential::{Dropout, Dropout2d, Func, Sequential, func};
 
 use std::collections::HashSet;

@@ -7,6 +7,7 @@ mod autocast;
 mod layers;
 mod optim;
 mod optim_shared;
+mod packed;
 mod recurrent;
 mod steps;
 mod transformer;

@@ -9,8 +9,8 @@ use ndarray::{Array3, ArrayD, Axis, Ix3, s};
 
 use crate::common::{each_device, f64s};
 
-const INPUT: usize = 3;
-const HIDDEN: usize = 4;
+pub const INPUT: usize = 3;
+pub const HIDDEN: usize = 4;
 const STEPS: usize = 5;
 const BATCH: usize = 2;
 
@@ -36,21 +36,24 @@ fn next(kind: &str, x: &[f64], z: &[f64], h: &[f64], c: &[f64]) -> (Vec<f64>, Ve
     }
 }
 
-/// Outputs `[L, N, directions * H]`, and the last hidden and cell states `[layers * directions, N, H]`.
-fn reference(
+/// Outputs `[L, N, directions * H]`, zeros behind the end of each sequence, and the last hidden and cell states
+/// `[layers * directions, N, H]`.
+pub fn reference(
     kind: &str,
     layer: &dyn Module,
     options: RnnOptions,
     x: &Array3<f64>,
+    lengths: &[usize],
     start: &[Array3<f64>; 2],
 ) -> [Array3<f64>; 3] {
+    let (steps, output) = (x.shape()[0], start[0].shape()[2]);
     let parameters: HashMap<String, ArrayD<f64>> =
         layer.named_parameters("").into_iter().map(|(name, t)| (name, f64s(t))).collect();
     let directions = if options.bidirectional { 2 } else { 1 };
     let mut last = start.clone();
     let mut below = x.clone();
     for l in 0..options.num_layers {
-        let mut above = Array3::zeros((STEPS, BATCH, directions * HIDDEN));
+        let mut above = Array3::zeros((steps, lengths.len(), directions * output));
         for (d, suffix) in ["", "_reverse"].iter().enumerate().take(directions) {
             let of = |name: &str| parameters.get(&format!("{name}_l{l}{suffix}"));
             let affine = |name: &str, bias: &str, v: &[f64]| -> Vec<f64> {
@@ -58,18 +61,22 @@ fn reference(
                 let dot = |row: usize| (0..v.len()).map(|k| rows[[row, k]] * v[k]).sum::<f64>();
                 (0..rows.shape()[0]).map(|row| dot(row) + of(bias).map_or(0.0, |b| b[[row]])).collect()
             };
-            for n in 0..BATCH {
+            for (n, &length) in lengths.iter().enumerate() {
                 let slot = l * directions + d;
                 let mut h = start[0].slice(s![slot, n, ..]).to_vec();
                 let mut c = start[1].slice(s![slot, n, ..]).to_vec();
-                for t in 0..STEPS {
-                    let t = if d == 0 { t } else { STEPS - 1 - t };
+                for t in 0..length {
+                    let t = if d == 0 { t } else { length - 1 - t };
                     let x = affine("weight_ih", "bias_ih", &below.slice(s![t, n, ..]).to_vec());
                     let z = affine("weight_hh", "bias_hh", &h);
                     (h, c) = next(kind, &x, &z, &h, &c);
-                    (0..HIDDEN).for_each(|i| above[[t, n, d * HIDDEN + i]] = h[i]);
+                    if output != HIDDEN {
+                        h = affine("weight_hr", "", &h);
+                    }
+                    (0..output).for_each(|i| above[[t, n, d * output + i]] = h[i]);
                 }
-                (0..HIDDEN).for_each(|i| (last[0][[slot, n, i]], last[1][[slot, n, i]]) = (h[i], c[i]));
+                (0..output).for_each(|i| last[0][[slot, n, i]] = h[i]);
+                (0..HIDDEN).for_each(|i| last[1][[slot, n, i]] = c[i]);
             }
         }
         below = above;
@@ -78,7 +85,7 @@ fn reference(
     [below, h, c]
 }
 
-fn near(what: &str, got: &Tensor, right: &Array3<f64>) {
+pub fn near(what: &str, got: &Tensor, right: &Array3<f64>) {
     assert_eq!(got.shape().dims(), right.shape(), "{what}");
     let worst =
         (f64s(got).into_dimensionality::<Ix3>().unwrap() - right).mapv(f64::abs).fold(0.0, |a: f64, &b| a.max(b));
@@ -103,23 +110,24 @@ fn steps_are_those_of_the_formulas() {
             let input = turned(&x);
 
             let tanh = Rnn::new(INPUT, HIDDEN, options, device).unwrap();
-            let [y, last, _] = reference("tanh", &tanh, options, &plain(&x), &given);
+            let [y, last, _] = reference("tanh", &tanh, options, &plain(&x), &[STEPS; BATCH], &given);
             let (out, state) = tanh.run(&input, Some(&h)).unwrap();
             near("tanh", &turned(&out), &y);
             near("tanh's state", &state, &last);
             let relu = tanh.with_relu();
-            let [y, ..] = reference("relu", &relu, options, &plain(&x), &[zeros.clone(), zeros.clone()]);
+            let [y, ..] =
+                reference("relu", &relu, options, &plain(&x), &[STEPS; BATCH], &[zeros.clone(), zeros.clone()]);
             near("relu", &turned(&relu.forward(&input).unwrap()), &y);
 
             let lstm = Lstm::new(INPUT, HIDDEN, options, device).unwrap();
-            let [y, last, cell] = reference("lstm", &lstm, options, &plain(&x), &given);
+            let [y, last, cell] = reference("lstm", &lstm, options, &plain(&x), &[STEPS; BATCH], &given);
             let (out, state) = lstm.run(&input, Some(&(h.shallow_clone(), c.shallow_clone()))).unwrap();
             near("lstm", &turned(&out), &y);
             near("lstm's hidden state", &state.0, &last);
             near("lstm's cell state", &state.1, &cell);
 
             let gru = Gru::new(INPUT, HIDDEN, options, device).unwrap();
-            let [y, last, _] = reference("gru", &gru, options, &plain(&x), &given);
+            let [y, last, _] = reference("gru", &gru, options, &plain(&x), &[STEPS; BATCH], &given);
             let (out, state) = gru.run(&input, Some(&h)).unwrap();
             near("gru", &turned(&out), &y);
             near("gru's state", &state, &last);

@@ -1,0 +1,140 @@
+//! Cells: one time step of a recurrent layer.
+
+use super::step::{Cell, Sizes, Step};
+use crate::nn::{Module, Role};
+use crate::tensor::TensorOptions;
+use crate::{Error, Result, Tensor};
+
+/// The next states of a cell: of a batch `[N, I]`, or of one input `[I]`.
+fn next(op: &'static str, step: Step, cell: &Cell, x: &Tensor, states: Option<&[&Tensor]>) -> Result<Vec<Tensor>> {
+    let [hidden, input] = [&cell.weight_hh, &cell.weight_ih].map(|w| w.shape().dims()[1]);
+    let (n, batched) = match *x.shape().dims() {
+        [features] if features == input => (1, false),
+        [n, features] if features == input => (n, true),
+        _ => {
+            let reason = format!("the input is [N, {input}] or [{input}], not of shape {}", x.shape());
+            return Err(Error::invalid(op, reason));
+        }
+    };
+    let shape = if batched { vec![n, hidden] } else { vec![hidden] };
+    if let Some(wrong) = states.into_iter().flatten().find(|t| t.shape().dims() != shape) {
+        let hint = "a cell's state is [N, H], without N where the input has none";
+        return Err(Error::ShapeMismatch { op, lhs: shape.into(), rhs: wrong.shape().clone(), hint });
+    }
+    let gates = cell.input_gates(step, &x.reshape([n, input])?)?;
+    let start = |s: usize| match states {
+        Some(states) => states[s].reshape([n, hidden]),
+        None => Tensor::zeros([n, hidden], &gates),
+    };
+    let states = (0..step.states()).map(start).collect::<Result<Vec<_>>>()?;
+    step.next(&gates, cell, &states)?.iter().map(|t| t.reshape(&shape[..])).collect()
+}
+
+macro_rules! cells {
+    ($($(#[$doc:meta])* $name:ident $step:expr, $state:ty, $given:ident => $tensors:expr, $next:ident => $states:expr;)*) => { $(
+        $(#[$doc])*
+        pub struct $name {
+            step: Step,
+            cell: Cell,
+        }
+
+        impl $name {
+            /// A cell from `input_size` features to `hidden_size`; all parameters uniform in ±1/√hidden_size, as PyTorch's.
+            ///
+            /// # Errors
+            /// [`Error::Invalid`] for a hidden size of 0; [`Error::UnsupportedDType`] for dtypes that are no floats;
+            /// [`Error::OutOfMemory`].
+            pub fn new(input_size: usize, hidden_size: usize, tensors: impl Into<TensorOptions>) -> Result<$name> {
+                let sizes = Sizes { input: input_size, hidden: hidden_size, output: hidden_size };
+                let cell = Cell::new(concat!(stringify!($name), "::new"), $step, sizes, true, tensors.into())?;
+                Ok($name { step: $step, cell })
+            }
+
+            /// Without the biases.
+            pub fn without_bias(self) -> $name {
+                $name { cell: Cell { bias_ih: None, bias_hh: None, ..self.cell }, ..self }
+            }
+
+            /// What PyTorch's cell gives when it is called: the next state, from `state`, or from zeros.
+            ///
+            /// # Errors
+            /// [`Error::Invalid`] for an input that is neither `[N, I]` nor `[I]`; [`Error::ShapeMismatch`] for a state that is
+            /// not `[N, H]`, or `[H]` where the input has no N.
+            pub fn run(&self, x: &Tensor, state: Option<&$state>) -> Result<$state> {
+                let op = concat!(stringify!($name), "::run");
+                let mut $next = match state {
+                    Some($given) => next(op, self.step, &self.cell, x, Some(&$tensors))?,
+                    None => next(op, self.step, &self.cell, x, None)?,
+                };
+                Ok($states)
+            }
+        }
+
+        impl Module for $name {
+            /// The hidden state after the step, from zeros.
+            fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                let op = concat!(stringify!($name), "::forward");
+                Ok(next(op, self.step, &self.cell, x, None)?.remove(0))
+            }
+
+            fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+                self.cell.visit(prefix, "", visitor);
+            }
+
+            fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+                self.cell.visit_mut(prefix, "", visitor);
+            }
+
+            fn set_training(&self, _training: bool) {}
+        }
+    )* };
+}
+
+cells! {
+    /// One step of [`Rnn`](super::Rnn) (PyTorch's `nn.RNNCell`): `[N, I]` or `[I]` to the next hidden state. Parameters are
+    /// `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, nn::RnnCell};
+    /// let cell = RnnCell::new(3, 5, Device::Cpu)?.with_relu();
+    /// let x = Tensor::ones(&[2, 3], Device::Cpu)?;
+    /// let h = cell.run(&x, None)?;
+    /// assert_eq!(cell.run(&x, Some(&h))?.shape().dims(), [2, 5]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    RnnCell Step::Tanh, Tensor, state => [state], next => next.remove(0);
+    /// One step of [`Lstm`](super::Lstm) (PyTorch's `nn.LSTMCell`): `[N, I]` or `[I]` to the next state, a pair `(h, c)`.
+    /// Parameters are `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, nn::LstmCell};
+    /// let cell = LstmCell::new(3, 5, Device::Cpu)?;
+    /// let x = Tensor::ones(&[2, 3], Device::Cpu)?;
+    /// let mut state = None;
+    /// for _ in 0..4 {
+    ///     state = Some(cell.run(&x, state.as_ref())?);
+    /// }
+    /// let (h, c) = state.unwrap();
+    /// assert_eq!((h.shape().dims(), c.shape().dims()), (&[2, 5][..], &[2, 5][..]));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    LstmCell Step::Lstm, (Tensor, Tensor), state => [&state.0, &state.1], next => (next.remove(0), next.remove(0));
+    /// One step of [`Gru`](super::Gru) (PyTorch's `nn.GRUCell`): `[N, I]` or `[I]` to the next hidden state. Parameters are
+    /// `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, nn::{GruCell, Module}};
+    /// let cell = GruCell::new(3, 5, Device::Cpu)?;
+    /// let h = cell.forward(&Tensor::ones(&[3], Device::Cpu)?)?;
+    /// assert_eq!(h.shape().dims(), [5]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    GruCell Step::Gru, Tensor, state => [state], next => next.remove(0);
+}
+
+impl RnnCell {
+    /// With `max(x, 0)` in place of the hyperbolic tangent (PyTorch's `nonlinearity='relu'`).
+    pub fn with_relu(self) -> RnnCell {
+        RnnCell { step: Step::Relu, ..self }
+    }
+}

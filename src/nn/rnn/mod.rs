@@ -1,0 +1,150 @@
+//! Recurrent layers and their cells, composed of operations, and sequences of different lengths for them.
+
+mod cells;
+mod packed;
+mod stack;
+mod step;
+
+use super::{Module, Part, Role};
+use crate::tensor::TensorOptions;
+use crate::{Result, Tensor};
+use stack::Stack;
+use step::Step;
+
+pub use cells::{GruCell, LstmCell, RnnCell};
+pub use packed::{
+    PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence, unpack_sequence,
+    unpad_sequence,
+};
+
+/// What [`Rnn`], [`Lstm`] and [`Gru`] leave to choose, with PyTorch's names and defaults.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RnnOptions {
+    /// Layers on top of each other.
+    pub num_layers: usize,
+    /// Whether there are biases.
+    pub bias: bool,
+    /// Whether input and output are `[N, L, ..]` instead of `[L, N, ..]`.
+    pub batch_first: bool,
+    /// The probability with which what goes from one layer to the next is dropped in training.
+    pub dropout: f64,
+    /// Whether each layer also goes through the sequence from its end.
+    pub bidirectional: bool,
+    /// Where not 0, LSTM's hidden state is projected to so many features, fewer than the hidden size.
+    pub proj_size: usize,
+}
+
+impl Default for RnnOptions {
+    fn default() -> Self {
+        RnnOptions { num_layers: 1, bias: true, batch_first: false, dropout: 0.0, bidirectional: false, proj_size: 0 }
+    }
+}
+
+macro_rules! layers {
+    ($($(#[$doc:meta])* $name:ident $step:expr, $state:ty, $given:ident => $tensors:expr, $last:ident => $states:expr;)*) => { $(
+        $(#[$doc])*
+        pub struct $name(Stack);
+
+        impl $name {
+            /// A layer from `input_size` features to `hidden_size`; all parameters uniform in ±1/√hidden_size, as PyTorch's.
+            ///
+            /// # Errors
+            /// [`Error::Invalid`](crate::Error::Invalid) for sizes of 0, a dropout outside `0.0..=1.0`, and a projection that is
+            /// not LSTM's or not below the hidden size; [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for dtypes
+            /// that are no floats; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+            pub fn new(
+                input_size: usize,
+                hidden_size: usize,
+                options: RnnOptions,
+                tensors: impl Into<TensorOptions>,
+            ) -> Result<$name> {
+                let op = concat!(stringify!($name), "::new");
+                Stack::new(op, $step, [input_size, hidden_size], options, tensors.into()).map($name)
+            }
+
+            /// What PyTorch's layer gives when it is called: the last layer's hidden states at all steps, and what all layers
+            /// end with; from `state`, or from zeros.
+            ///
+            /// # Errors
+            /// [`Error::Invalid`](crate::Error::Invalid) for an input that is neither `[L, I]` nor `[L, N, I]`;
+            /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for a state that is not `[layers * directions, N, H]`.
+            pub fn run(&self, x: &Tensor, state: Option<&$state>) -> Result<(Tensor, $state)> {
+                let op = concat!(stringify!($name), "::run");
+                let (out, mut $last) = match state {
+                    Some($given) => self.0.run(op, x, Some(&$tensors))?,
+                    None => self.0.run(op, x, None)?,
+                };
+                Ok((out, $states))
+            }
+
+            /// [`run`](Self::run) of sequences of different lengths: each ends with the state after its own last step, and the
+            /// other direction starts there. States are in the order in which the sequences were packed.
+            ///
+            /// # Errors
+            /// [`Error::Invalid`](crate::Error::Invalid) for elements of another number of features;
+            /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for a state that is not `[layers * directions, N, H]`.
+            pub fn run_packed(
+                &self,
+                packed: &PackedSequence,
+                state: Option<&$state>,
+            ) -> Result<(PackedSequence, $state)> {
+                let op = concat!(stringify!($name), "::run_packed");
+                let (out, mut $last) = match state {
+                    Some($given) => self.0.run_packed(op, packed, Some(&$tensors))?,
+                    None => self.0.run_packed(op, packed, None)?,
+                };
+                Ok((out, $states))
+            }
+        }
+
+        impl Module for $name {
+            /// The hidden states of the last layer.
+            fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                Ok(self.run(x, None)?.0)
+            }
+
+            fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+                self.0.visit(prefix, visitor);
+            }
+
+            fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+                self.0.visit_mut(prefix, visitor);
+            }
+
+            fn set_training(&self, training: bool) {
+                self.0.mode.switch(training);
+            }
+        }
+    )* };
+}
+
+layers! {
+    /// Elman's recurrent network, `h' = tanh(W x + b + V h + c)` (PyTorch's `nn.RNN`): `[L, N, I]` or `[L, I]` to hidden states.
+    /// Parameters have PyTorch's names, `weight_ih_l0`, `weight_hh_l0`, `bias_ih_l0`, `bias_hh_l0` and so on.
+    Rnn Step::Tanh, Tensor, state => [state], last => last.remove(0);
+    /// Long short-term memory (PyTorch's `nn.LSTM`): `[L, N, I]` or `[L, I]` to hidden states. The state is a pair, `(h, c)`;
+    /// gates lie in PyTorch's order, and parameters have its names, `weight_hr_l0` among them where
+    /// [`proj_size`](RnnOptions::proj_size) projects the hidden state.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, nn::{Lstm, Module, RnnOptions}};
+    /// let lstm = Lstm::new(3, 5, RnnOptions { num_layers: 2, ..RnnOptions::default() }, Device::Cpu)?;
+    /// let x = Tensor::ones(&[7, 2, 3], Device::Cpu)?;
+    /// let (out, state) = lstm.run(&x, None)?;
+    /// assert_eq!((out.shape().dims(), state.0.shape().dims()), (&[7, 2, 5][..], &[2, 2, 5][..]));
+    /// let (next, _) = lstm.run(&x, Some(&state))?;
+    /// assert_eq!(next.shape(), lstm.forward(&x)?.shape());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    Lstm Step::Lstm, (Tensor, Tensor), state => [&state.0, &state.1], last => (last.remove(0), last.remove(0));
+    /// The gated recurrent unit (PyTorch's `nn.GRU`): `[L, N, I]` or `[L, I]` to hidden states. Gates lie in PyTorch's order, and
+    /// parameters have its names.
+    Gru Step::Gru, Tensor, state => [state], last => last.remove(0);
+}
+
+impl Rnn {
+    /// With `max(x, 0)` in place of the hyperbolic tangent (PyTorch's `nonlinearity='relu'`).
+    pub fn with_relu(self) -> Rnn {
+        Rnn(self.0.with_step(Step::Relu))
+    }
+}

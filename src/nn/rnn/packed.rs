@@ -1,0 +1,376 @@
+//! Sequences of different lengths, one after another without padding.
+
+use std::borrow::Borrow;
+
+use crate::{Device, Error, Result, Scalar, Tensor};
+
+/// Sequences of different lengths for [`Rnn`](super::Rnn), [`Lstm`](super::Lstm) and [`Gru`](super::Gru), without padding
+/// (PyTorch's `nn.utils.rnn.PackedSequence`): the first step of all sequences, the longest first, then the second step of those that
+/// have one, and so on. [`pack_padded_sequence`] and [`pack_sequence`] make one.
+///
+/// ```
+/// use claystone::nn::{Lstm, RnnOptions, pack_padded_sequence, pad_packed_sequence};
+/// use claystone::{Device, Tensor};
+/// let lstm = Lstm::new(3, 5, RnnOptions { batch_first: true, bidirectional: true, ..RnnOptions::default() }, Device::Cpu)?;
+/// let x = Tensor::ones(&[2, 7, 3], Device::Cpu)?;
+/// let packed = pack_padded_sequence(&x, &[4, 7], true, false)?;
+/// assert_eq!((packed.data().shape().dims(), packed.batch_sizes()), (&[11, 3][..], &[2, 2, 2, 2, 1, 1, 1][..]));
+/// let (out, (h, _)) = lstm.run_packed(&packed, None)?;
+/// let (padded, lengths) = pad_packed_sequence(&out, true, 0.0, None)?;
+/// assert_eq!((padded.shape().dims(), lengths), (&[2, 7, 10][..], vec![4, 7]));
+/// assert_eq!(h.shape().dims(), [2, 2, 5]); // what each sequence ends with, in the order of x
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct PackedSequence {
+    data: Tensor,
+    batch_sizes: Vec<usize>,
+    order: Option<Order>,
+}
+
+/// How sequences were sorted by their lengths.
+#[derive(Debug)]
+struct Order {
+    /// For each sequence from the longest on, which it was.
+    sorted: Tensor,
+    /// For each sequence as it was given, which it is from the longest on.
+    unsorted: Tensor,
+    /// `unsorted` on the host.
+    ranks: Vec<usize>,
+}
+
+impl Order {
+    fn new(sorted: &[usize], device: Device) -> Result<Order> {
+        let mut ranks = vec![0; sorted.len()];
+        sorted.iter().enumerate().for_each(|(rank, &sequence)| ranks[sequence] = rank);
+        Ok(Order { sorted: index(sorted, device)?, unsorted: index(&ranks, device)?, ranks })
+    }
+
+    fn shallow_clone(&self) -> Order {
+        Order {
+            sorted: self.sorted.shallow_clone(),
+            unsorted: self.unsorted.shallow_clone(),
+            ranks: self.ranks.clone(),
+        }
+    }
+}
+
+impl PackedSequence {
+    /// The elements of all sequences, `[sum of lengths, ..]`.
+    pub fn data(&self) -> &Tensor {
+        &self.data
+    }
+
+    /// How many sequences have each step.
+    pub fn batch_sizes(&self) -> &[usize] {
+        &self.batch_sizes
+    }
+
+    /// For each sequence from the longest on, which it was when it was packed, i64 on the data's device; None where they were
+    /// sorted already.
+    pub fn sorted_indices(&self) -> Option<&Tensor> {
+        self.order.as_ref().map(|order| &order.sorted)
+    }
+
+    /// For each sequence as it was packed, which it is from the longest on, i64 on the data's device; None where they were sorted
+    /// already.
+    pub fn unsorted_indices(&self) -> Option<&Tensor> {
+        self.order.as_ref().map(|order| &order.unsorted)
+    }
+
+    /// The length of each sequence, in the order in which they were packed.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, nn::pack_padded_sequence};
+    /// let x = Tensor::ones(&[7, 3, 2], Device::Cpu)?;
+    /// assert_eq!(pack_padded_sequence(&x, &[4, 7, 1], false, false)?.lengths(), [4, 7, 1]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn lengths(&self) -> Vec<usize> {
+        let length = |rank: usize| self.batch_sizes.partition_point(|&size| size > rank);
+        match &self.order {
+            Some(order) => order.ranks.iter().map(|&rank| length(rank)).collect(),
+            None => (0..self.batch_sizes[0]).map(length).collect(),
+        }
+    }
+
+    /// The same sequences with what `f` makes of [`data`](Self::data): an embedding, dropout, a layer after a recurrent one.
+    ///
+    /// ```
+    /// use claystone::nn::{Embedding, Module, pack_padded_sequence};
+    /// use claystone::{DType, Device, Tensor};
+    /// let words = Tensor::zeros(&[2, 7], (DType::I64, Device::Cpu))?;
+    /// let embedding = Embedding::new(100, 8, Device::Cpu)?;
+    /// let packed = pack_padded_sequence(&words, &[7, 4], true, true)?.map(|data| embedding.forward(data))?;
+    /// assert_eq!(packed.data().shape().dims(), [11, 8]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of `f`; [`Error::Invalid`] where its result has another number of rows.
+    pub fn map(&self, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<PackedSequence> {
+        let data = f(&self.data)?;
+        let rows = self.data.shape().dims()[0];
+        if data.shape().dims().first() != Some(&rows) {
+            let reason = format!("the result has shape {} instead of {rows} rows, one for each element", data.shape());
+            return Err(Error::invalid("PackedSequence::map", reason));
+        }
+        let order = self.order.as_ref().map(Order::shallow_clone);
+        Ok(PackedSequence { data, batch_sizes: self.batch_sizes.clone(), order })
+    }
+
+    /// On another device.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`], [`Error::OutOfMemory`].
+    pub fn to_device(&self, device: Device) -> Result<PackedSequence> {
+        let moved = |order: &Order| -> Result<Order> {
+            let (sorted, unsorted) = (order.sorted.to_device(device)?, order.unsorted.to_device(device)?);
+            Ok(Order { sorted, unsorted, ranks: order.ranks.clone() })
+        };
+        let order = self.order.as_ref().map(moved).transpose()?;
+        Ok(PackedSequence { data: self.data.to_device(device)?, batch_sizes: self.batch_sizes.clone(), order })
+    }
+
+    /// Packs elements that `row` names: the row of `from` with step t of sequence s.
+    fn gather(
+        op: &'static str,
+        from: &Tensor,
+        lengths: &[usize],
+        enforce_sorted: bool,
+        row: impl Fn(usize, usize) -> usize,
+    ) -> Result<PackedSequence> {
+        if let Some(empty) = lengths.iter().position(|&length| length == 0) {
+            return Err(Error::invalid(op, format!("sequence {empty} has no element: each needs one at least")));
+        }
+        let is_sorted = lengths.is_sorted_by(|a, b| a >= b);
+        if enforce_sorted && !is_sorted {
+            let reason =
+                format!("lengths decrease, and {} do not: sort them, or pass enforce_sorted = false", shown(lengths));
+            return Err(Error::invalid(op, reason));
+        }
+        let mut sorted: Vec<usize> = (0..lengths.len()).collect();
+        sorted.sort_by_key(|&sequence| std::cmp::Reverse(lengths[sequence]));
+        let Some(&longest) = sorted.first() else {
+            return Err(Error::invalid(op, "there is no sequence"));
+        };
+        let size = |step: usize| sorted.partition_point(|&sequence| lengths[sequence] > step);
+        let batch_sizes: Vec<usize> = (0..lengths[longest]).map(size).collect();
+        let order = (!is_sorted).then(|| Order::new(&sorted, from.device())).transpose()?;
+        let rows = steps_of(&batch_sizes).map(|(step, rank)| row(step, sorted[rank])).collect::<Vec<_>>();
+        let data = from.index_select(0, &index(&rows, from.device())?)?;
+        Ok(PackedSequence { data, batch_sizes, order })
+    }
+}
+
+/// Step and sequence, from the longest on, of each element of packed sequences.
+fn steps_of(batch_sizes: &[usize]) -> impl Iterator<Item = (usize, usize)> {
+    batch_sizes.iter().enumerate().flat_map(|(step, &size)| (0..size).map(move |rank| (step, rank)))
+}
+
+/// Rows as a tensor of indices.
+pub(super) fn index(rows: &[usize], device: Device) -> Result<Tensor> {
+    Tensor::from_vec(rows.iter().map(|&row| row as i64).collect(), rows.len(), device)
+}
+
+/// The first numbers of a list.
+fn shown(lengths: &[usize]) -> String {
+    if lengths.len() <= 8 { format!("{lengths:?}") } else { format!("{:?} and so on", &lengths[..8]) }
+}
+
+/// How many sequences and steps padded sequences have.
+fn padded_dims(op: &'static str, x: &Tensor, batch_first: bool) -> Result<[usize; 2]> {
+    match *x.shape().dims() {
+        [n, steps, ..] if batch_first => Ok([n, steps]),
+        [steps, n, ..] => Ok([n, steps]),
+        _ => {
+            let shape = if batch_first { "[N, L, ..]" } else { "[L, N, ..]" };
+            Err(Error::invalid(op, format!("padded sequences are {shape}, not of shape {}", x.shape())))
+        }
+    }
+}
+
+/// Checks that each sequence of a padded tensor has a length, and has room for it.
+fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) -> Result<()> {
+    if lengths.len() != n {
+        return Err(Error::invalid(op, format!("there are {} lengths for {n} sequences", lengths.len())));
+    }
+    match lengths.iter().enumerate().find(|&(_, &length)| length > steps) {
+        Some((i, length)) => {
+            Err(Error::invalid(op, format!("sequence {i} has length {length}, but is padded to {steps} steps")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The first `lengths[i]` steps of sequence i of `x`, which is `[N, L, ..]` where `batch_first`, else `[L, N, ..]` (PyTorch's
+/// `pack_padded_sequence`). With `enforce_sorted` lengths have to decrease; otherwise sequences are sorted here, and what layers
+/// return is in their order again. One launch. Differentiable.
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::pack_padded_sequence};
+/// let x = Tensor::from_slice(&[1f32, 2.0, 0.0, 3.0, 4.0, 5.0], [2, 3], Device::Cpu)?;
+/// let packed = pack_padded_sequence(&x, &[2, 3], true, false)?;
+/// assert_eq!(packed.data().to_vec::<f32>()?, [3.0, 1.0, 4.0, 2.0, 5.0]);
+/// assert_eq!(packed.sorted_indices().unwrap().to_vec::<i64>()?, [1, 0]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] for no sequence, a sequence of no element, lengths that are not one for each sequence or do not fit into L,
+/// lengths that are not sorted though `enforce_sorted`; [`Error::OutOfMemory`].
+pub fn pack_padded_sequence(
+    x: &Tensor,
+    lengths: &[usize],
+    batch_first: bool,
+    enforce_sorted: bool,
+) -> Result<PackedSequence> {
+    let op = "pack_padded_sequence";
+    let [n, steps] = padded_dims(op, x, batch_first)?;
+    check_lengths(op, lengths, [n, steps])?;
+    let rows = [n * steps].iter().chain(&x.shape().dims()[2..]).copied().collect::<Vec<_>>();
+    let row = |step, sequence| if batch_first { sequence * steps + step } else { step * n + sequence };
+    PackedSequence::gather(op, &x.reshape(&rows[..])?, lengths, enforce_sorted, row)
+}
+
+/// Packs sequences `[L, ..]`, which may differ in length (PyTorch's `pack_sequence`); see [`pack_padded_sequence`].
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{pack_sequence, unpack_sequence}};
+/// let (a, b) = (Tensor::ones(&[2, 3], Device::Cpu)?, Tensor::zeros(&[4, 3], Device::Cpu)?);
+/// let packed = pack_sequence(&[&a, &b], false)?;
+/// assert_eq!(packed.batch_sizes(), [2, 2, 1, 1]);
+/// assert!(unpack_sequence(&packed)?[0].equal(&a)?);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] for no sequence, a sequence of no element, lengths that are not sorted though `enforce_sorted`; as
+/// [`Tensor::cat`].
+pub fn pack_sequence<T: Borrow<Tensor>>(sequences: &[T], enforce_sorted: bool) -> Result<PackedSequence> {
+    let op = "pack_sequence";
+    let lengths = lengths_of(op, sequences)?;
+    let starts = starts_of(&lengths);
+    PackedSequence::gather(op, &Tensor::cat(sequences, 0)?, &lengths, enforce_sorted, |step, i| starts[i] + step)
+}
+
+/// The lengths of sequences, of which there has to be one.
+fn lengths_of<T: Borrow<Tensor>>(op: &'static str, sequences: &[T]) -> Result<Vec<usize>> {
+    if sequences.is_empty() {
+        return Err(Error::invalid(op, "there is no sequence"));
+    }
+    let length = |t: &T| match *t.borrow().shape().dims() {
+        [length, ..] => Ok(length),
+        [] => Err(Error::invalid(op, "a sequence is [L, ..], not a scalar")),
+    };
+    sequences.iter().map(length).collect()
+}
+
+/// Where sequences of these lengths start, one after another.
+fn starts_of(lengths: &[usize]) -> Vec<usize> {
+    lengths.iter().scan(0, |end, &length| Some(std::mem::replace(end, *end + length))).collect()
+}
+
+/// `rows` at the indices `at` of a new tensor whose first dimensions are `n` and `steps`, or the other way round, and
+/// `padding` elsewhere.
+fn padded(rows: &Tensor, at: &[usize], [n, steps]: [usize; 2], batch_first: bool, padding: Scalar) -> Result<Tensor> {
+    let element = &rows.shape().dims()[1..];
+    let flat: Vec<usize> = [n * steps].iter().chain(element).copied().collect();
+    let outer = if batch_first { [n, steps] } else { [steps, n] };
+    let whole: Vec<usize> = outer.iter().chain(element).copied().collect();
+    Tensor::full(&flat[..], padding, rows)?.index_copy(0, &index(at, rows.device())?, rows)?.reshape(&whole[..])
+}
+
+/// The sequences `[L, ..]` as one tensor, `[N, longest L, ..]` where `batch_first`, else `[longest L, N, ..]`, with
+/// `padding_value` after the shorter ones (PyTorch's `pad_sequence`). Three launches. Differentiable.
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::pad_sequence};
+/// let (a, b) = (Tensor::ones(&[1], Device::Cpu)?, Tensor::ones(&[3], Device::Cpu)?);
+/// assert_eq!(pad_sequence(&[&a, &b], true, -1)?.to_vec::<f32>()?, [1.0, -1.0, -1.0, 1.0, 1.0, 1.0]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] for no sequence; as [`Tensor::cat`].
+pub fn pad_sequence<T: Borrow<Tensor>>(
+    sequences: &[T],
+    batch_first: bool,
+    padding_value: impl Into<Scalar>,
+) -> Result<Tensor> {
+    let lengths = lengths_of("pad_sequence", sequences)?;
+    let (n, steps) = (lengths.len(), lengths.iter().copied().max().unwrap_or(0));
+    let row = |(i, step)| if batch_first { i * steps + step } else { step * n + i };
+    let at = lengths.iter().enumerate().flat_map(|(i, &length)| (0..length).map(move |step| (i, step))).map(row);
+    padded(&Tensor::cat(sequences, 0)?, &at.collect::<Vec<_>>(), [n, steps], batch_first, padding_value.into())
+}
+
+/// Packed sequences as one tensor, `[N, L, ..]` where `batch_first`, else `[L, N, ..]`, with `padding_value` after the shorter
+/// ones, and their lengths, both in the order in which they were packed (PyTorch's `pad_packed_sequence`). L is `total_length`, or
+/// the longest length. Two launches. Differentiable.
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{pack_padded_sequence, pad_packed_sequence}};
+/// let x = Tensor::ones(&[2, 3], Device::Cpu)?;
+/// let packed = pack_padded_sequence(&x, &[1, 2], true, false)?;
+/// let (padded, lengths) = pad_packed_sequence(&packed, true, 0.0, Some(3))?;
+/// assert_eq!((padded.to_vec::<f32>()?, lengths), (vec![1.0, 0.0, 0.0, 1.0, 1.0, 0.0], vec![1, 2]));
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] for a total length below the longest; [`Error::OutOfMemory`].
+pub fn pad_packed_sequence(
+    packed: &PackedSequence,
+    batch_first: bool,
+    padding_value: impl Into<Scalar>,
+    total_length: Option<usize>,
+) -> Result<(Tensor, Vec<usize>)> {
+    let (longest, n) = (packed.batch_sizes.len(), packed.batch_sizes[0]);
+    let steps = total_length.unwrap_or(longest);
+    if steps < longest {
+        let reason = format!("the total length {steps} is below {longest}, the length of the longest sequence");
+        return Err(Error::invalid("pad_packed_sequence", reason));
+    }
+    let mut sequences: Vec<usize> = (0..n).collect();
+    if let Some(order) = &packed.order {
+        order.ranks.iter().enumerate().for_each(|(sequence, &rank)| sequences[rank] = sequence);
+    }
+    let row = |(step, rank): (usize, usize)| match batch_first {
+        true => sequences[rank] * steps + step,
+        false => step * n + sequences[rank],
+    };
+    let at: Vec<usize> = steps_of(&packed.batch_sizes).map(row).collect();
+    let out = padded(&packed.data, &at, [n, steps], batch_first, padding_value.into())?;
+    Ok((out, packed.lengths()))
+}
+
+/// The sequences of a padded tensor, each of its length (PyTorch's `unpad_sequence`): views.
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::unpad_sequence};
+/// let x = Tensor::ones(&[2, 3], Device::Cpu)?;
+/// let sequences = unpad_sequence(&x, &[1, 3], true)?;
+/// assert_eq!((sequences[0].numel(), sequences[1].numel()), (1, 3));
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] for lengths that are not one for each sequence or do not fit.
+pub fn unpad_sequence(x: &Tensor, lengths: &[usize], batch_first: bool) -> Result<Vec<Tensor>> {
+    let op = "unpad_sequence";
+    check_lengths(op, lengths, padded_dims(op, x, batch_first)?)?;
+    let dim = if batch_first { 0 } else { 1 };
+    let sequence = |(i, &length): (usize, &usize)| x.select(dim, i as isize)?.narrow(0, 0, length);
+    lengths.iter().enumerate().map(sequence).collect()
+}
+
+/// Packed sequences as tensors `[L, ..]`, in the order in which they were packed (PyTorch's `unpack_sequence`); see
+/// [`pack_sequence`].
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub fn unpack_sequence(packed: &PackedSequence) -> Result<Vec<Tensor>> {
+    let (padded, lengths) = pad_packed_sequence(packed, true, 0, None)?;
+    unpad_sequence(&padded, &lengths, true)
+}

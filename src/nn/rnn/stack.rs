@@ -1,0 +1,233 @@
+//! Layers of cells, through all time steps.
+
+use super::RnnOptions;
+use super::packed::PackedSequence;
+use super::step::{Cell, Sizes, Step};
+use crate::nn::{Mode, Role};
+use crate::tensor::TensorOptions;
+use crate::{Error, Result, Tensor};
+
+/// Layers of cells.
+pub(super) struct Stack {
+    pub(super) step: Step,
+    /// Of each layer the cell from the beginning, and the one from the end where there is one.
+    layers: Vec<Vec<Cell>>,
+    sizes: Sizes,
+    options: RnnOptions,
+    pub(super) mode: Mode,
+}
+
+/// Elements of sequences, step after step, `[elements, I]` or `[L, N, I]`, and how many sequences have each step.
+struct Steps<'a> {
+    data: Tensor,
+    batch_sizes: &'a [usize],
+}
+
+impl Stack {
+    pub(super) fn new(
+        op: &'static str,
+        step: Step,
+        [input, hidden]: [usize; 2],
+        options: RnnOptions,
+        at: TensorOptions,
+    ) -> Result<Stack> {
+        let RnnOptions { num_layers, dropout, proj_size, .. } = options;
+        if num_layers == 0 || !(0.0..=1.0).contains(&dropout) {
+            let reason = format!("{options:?}: there is a layer at least, and dropout is in 0.0..=1.0");
+            return Err(Error::invalid(op, reason));
+        }
+        if proj_size > 0 && (step != Step::Lstm || proj_size >= hidden) {
+            let reason =
+                format!("the projection to {proj_size} features is Lstm's only, and below its hidden size, {hidden}");
+            return Err(Error::invalid(op, reason));
+        }
+        let output = if proj_size > 0 { proj_size } else { hidden };
+        let directions = if options.bidirectional { 2 } else { 1 };
+        let below = |l: usize| if l == 0 { input } else { directions * output };
+        let cell = |l: usize| Cell::new(op, step, Sizes { input: below(l), hidden, output }, options.bias, at);
+        let layer = |l| (0..directions).map(|_| cell(l)).collect();
+        let layers = (0..num_layers).map(layer).collect::<Result<_>>()?;
+        Ok(Stack { step, layers, sizes: Sizes { input, hidden, output }, options, mode: Mode::default() })
+    }
+
+    pub(super) fn with_step(self, step: Step) -> Stack {
+        Stack { step, ..self }
+    }
+
+    /// The hidden states of the last layer at all steps, and the last states of all layers.
+    pub(super) fn run(
+        &self,
+        op: &'static str,
+        x: &Tensor,
+        initial: Option<&[&Tensor]>,
+    ) -> Result<(Tensor, Vec<Tensor>)> {
+        let batched = x.rank() == 3;
+        let turned = batched && self.options.batch_first;
+        let data = if turned { x.transpose(0, 1)? } else { x.shallow_clone() };
+        let data = if batched { data } else { data.unsqueeze(1)? };
+        let &[steps, n, features] = data.shape().dims() else {
+            return Err(Error::invalid(op, format!("the input is [L, I] or [L, N, I], not of shape {}", x.shape())));
+        };
+        if features != self.sizes.input || steps == 0 {
+            let input = self.sizes.input;
+            let reason = format!("the input has {input} features and at least one step, not shape {}", x.shape());
+            return Err(Error::invalid(op, reason));
+        }
+        self.check_states(op, initial, batched.then_some(n))?;
+        let slots = self.slots();
+        let initial = initial.map(|states| {
+            let as_batch = |t: &&Tensor| t.reshape([slots, n, t.shape().dims()[t.rank() - 1]]);
+            states.iter().map(as_batch).collect::<Result<Vec<_>>>()
+        });
+        let batch_sizes = vec![n; steps];
+        let (out, last) = self.through(Steps { data, batch_sizes: &batch_sizes }, initial.transpose()?)?;
+        let out = out.reshape([steps, n, out.shape().dims()[1]])?;
+        Ok(match (batched, turned) {
+            (false, _) => (out.squeeze(1)?, last.iter().map(|t| t.squeeze(1)).collect::<Result<_>>()?),
+            (true, true) => (out.transpose(0, 1)?, last),
+            (true, false) => (out, last),
+        })
+    }
+
+    /// [`run`](Stack::run) of packed sequences, with states in the order in which they were packed.
+    pub(super) fn run_packed(
+        &self,
+        op: &'static str,
+        packed: &PackedSequence,
+        initial: Option<&[&Tensor]>,
+    ) -> Result<(PackedSequence, Vec<Tensor>)> {
+        let data = packed.data();
+        if data.rank() != 2 || data.shape().dims()[1] != self.sizes.input {
+            let (input, shape) = (self.sizes.input, data.shape());
+            return Err(Error::invalid(op, format!("packed elements are [.., {input}], not of shape {shape}")));
+        }
+        self.check_states(op, initial, Some(packed.batch_sizes()[0]))?;
+        let ordered = |t: &Tensor, order: Option<&Tensor>| match order {
+            Some(order) => t.index_select(1, order),
+            None => Ok(t.shallow_clone()),
+        };
+        let sorted = |states: &[&Tensor]| states.iter().map(|t| ordered(t, packed.sorted_indices())).collect();
+        let initial = initial.map(sorted).transpose()?;
+        let steps = Steps { data: data.shallow_clone(), batch_sizes: packed.batch_sizes() };
+        let (out, last) = self.through(steps, initial)?;
+        let last = last.iter().map(|t| ordered(t, packed.unsorted_indices())).collect::<Result<_>>()?;
+        Ok((packed.map(|_| Ok(out))?, last))
+    }
+
+    /// How many hidden states there are.
+    fn slots(&self) -> usize {
+        self.layers.len() * self.layers[0].len()
+    }
+
+    /// Checks the shapes of the states to start from; without `n` there is no batch.
+    fn check_states(&self, op: &'static str, initial: Option<&[&Tensor]>, n: Option<usize>) -> Result<()> {
+        for (t, size) in initial.into_iter().flatten().zip([self.sizes.output, self.sizes.hidden]) {
+            let shape: Vec<usize> = [self.slots()].into_iter().chain(n).chain([size]).collect();
+            if t.shape().dims() != shape {
+                let hint = "a state is [layers * directions, N, H], without N where the input has none";
+                return Err(Error::ShapeMismatch { op, lhs: shape.into(), rhs: t.shape().clone(), hint });
+            }
+        }
+        Ok(())
+    }
+
+    /// The hidden states of the last layer, `[elements, ..]`, and the last states of all layers, `[slots, N, ..]`.
+    fn through(&self, steps: Steps, initial: Option<Vec<Tensor>>) -> Result<(Tensor, Vec<Tensor>)> {
+        let Steps { data: mut below, batch_sizes } = steps;
+        let directions = self.layers[0].len();
+        let mut last: Vec<Vec<Tensor>> = (0..self.step.states()).map(|_| Vec::new()).collect();
+        for (l, cells) in self.layers.iter().enumerate() {
+            let mut outputs = Vec::with_capacity(directions);
+            for (d, cell) in cells.iter().enumerate() {
+                let gates = cell.input_gates(self.step, &below)?;
+                let gates = gates.reshape([batch_sizes.iter().sum(), self.step.gates() * self.sizes.hidden])?;
+                let start = |s: usize| match &initial {
+                    Some(states) => states[s].select(0, (l * directions + d) as isize),
+                    None => {
+                        let size = if s == 0 { self.sizes.output } else { self.sizes.hidden };
+                        Tensor::zeros([batch_sizes[0], size], &gates)
+                    }
+                };
+                let start = (0..self.step.states()).map(start).collect::<Result<Vec<_>>>()?;
+                let (output, states) = self.pass(cell, &gates, batch_sizes, start, d == 1)?;
+                outputs.push(output);
+                last.iter_mut().zip(states).for_each(|(all, state)| all.push(state));
+            }
+            below = if directions == 1 { outputs.remove(0) } else { Tensor::cat(&outputs, -1)? };
+            if l + 1 < self.layers.len() && self.options.dropout > 0.0 && self.mode.is_training() {
+                below = below.dropout(self.options.dropout)?;
+            }
+        }
+        Ok((below, last.iter().map(|all| Tensor::stack(all, 0)).collect::<Result<_>>()?))
+    }
+
+    /// The hidden states of one direction of a layer, `[elements, ..]`, and its last states, from the input's part of the gates.
+    fn pass(
+        &self,
+        cell: &Cell,
+        gates: &Tensor,
+        batch_sizes: &[usize],
+        start: Vec<Tensor>,
+        reverse: bool,
+    ) -> Result<(Tensor, Vec<Tensor>)> {
+        let gates = gates.split_with_sizes(batch_sizes, 0)?;
+        let mut outputs = Vec::with_capacity(gates.len());
+        let rows = |states: &[Tensor], from: usize, to: usize| -> Result<Vec<Tensor>> {
+            states.iter().map(|t| t.narrow(0, from, to - from)).collect()
+        };
+        let joined = |parts: Vec<Vec<Tensor>>| -> Result<Vec<Tensor>> {
+            (0..self.step.states()).map(|s| Tensor::cat(&parts.iter().map(|p| &p[s]).collect::<Vec<_>>(), 0)).collect()
+        };
+        if !reverse {
+            // The last states of sequences that have ended, the shortest first.
+            let (mut states, mut ended, mut size) = (start, Vec::new(), batch_sizes[0]);
+            for (x, &next) in gates.iter().zip(batch_sizes) {
+                if next < size {
+                    ended.push(rows(&states, next, size)?);
+                    states = rows(&states, 0, next)?;
+                    size = next;
+                }
+                states = self.step.next(x, cell, &states)?;
+                outputs.push(states[0].shallow_clone());
+            }
+            if !ended.is_empty() {
+                ended.push(states);
+                ended.reverse();
+                states = joined(ended)?;
+            }
+            return Ok((Tensor::cat(&outputs, 0)?, states));
+        }
+        // From the end, the longest sequences start first.
+        let mut size = batch_sizes[batch_sizes.len() - 1];
+        let mut states = rows(&start, 0, size)?;
+        for (x, &next) in gates.iter().zip(batch_sizes).rev() {
+            if next > size {
+                states = joined(vec![states, rows(&start, size, next)?])?;
+                size = next;
+            }
+            states = self.step.next(x, cell, &states)?;
+            outputs.push(states[0].shallow_clone());
+        }
+        outputs.reverse();
+        Ok((Tensor::cat(&outputs, 0)?, states))
+    }
+
+    /// What follows PyTorch's names of parameters: `_l0`, `_l0_reverse`, `_l1` and so on.
+    fn suffixes(&self) -> Vec<String> {
+        let directions = if self.options.bidirectional { &["", "_reverse"][..] } else { &[""] };
+        (0..self.layers.len()).flat_map(|l| directions.iter().map(move |d| format!("_l{l}{d}"))).collect()
+    }
+
+    pub(super) fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        for (cell, suffix) in self.layers.iter().flatten().zip(self.suffixes()) {
+            cell.visit(prefix, &suffix, visitor);
+        }
+    }
+
+    pub(super) fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        let suffixes = self.suffixes();
+        for (cell, suffix) in self.layers.iter_mut().flatten().zip(suffixes) {
+            cell.visit_mut(prefix, &suffix, visitor);
+        }
+    }
+}
