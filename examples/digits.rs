@@ -4,12 +4,13 @@
 
 mod common;
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Parser;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer};
-use claystone::{DType, Device, Tensor, no_grad};
+use claystone::{DType, Device, Generator, Tensor, io, no_grad};
 use common::images::{self, HELD_OUT, Set};
 use common::{Curve, phase};
 
@@ -34,6 +35,9 @@ struct Args {
     /// Seed of the initial weights and of the order of the images
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Go on from the checkpoint FILE (.safetensors) if there is one, and save to it after each epoch
+    #[arg(long, value_name = "FILE")]
+    resume: Option<PathBuf>,
     #[command(flatten)]
     watch: common::Watch,
 }
@@ -60,6 +64,14 @@ fn main() -> common::Outcome {
         .push(Linear::new(128, 64, options)?.with_activation(Activation::Relu))
         .push(Linear::new(64, 10, options)?);
     let mut adam = AdamW::new(net.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
+    // The generator has the order of the images of the epochs to come.
+    let (mut epoch, mut generator) = (0, Generator::current());
+    if let Some(file) = args.resume.as_ref().filter(|file| file.exists()) {
+        let parts: &mut [(&str, &mut dyn io::Stateful)] =
+            &mut [("model", &mut net), ("optimizer", &mut adam), ("generator", &mut generator), ("epoch", &mut epoch)];
+        io::load_checkpoint(file, parts)?;
+        println!("going on after epoch {epoch} of {}", file.display());
+    }
     println!(
         "training on {} images in {}, {} epochs of minibatches of {}; {HELD_OUT} images held out",
         train.len(),
@@ -71,7 +83,9 @@ fn main() -> common::Outcome {
     let (start, bar) = (Instant::now(), common::progress(args.epochs));
     let mut curves = ["training loss", "test error"].map(|name| Curve { name: name.into(), points: Vec::new() });
     let mut times = Vec::new();
-    for epoch in 1..=args.epochs {
+    bar.set_position(epoch as u64);
+    while epoch < args.epochs {
+        epoch += 1;
         let begun = Instant::now();
         let shuffled = train.shuffled()?;
         let mut losses = Vec::new();
@@ -93,6 +107,11 @@ fn main() -> common::Outcome {
         curves[1].points.push((epoch as f64, error));
         bar.set_message(format!("loss {mean:.4}  test error {:.1} %", 100.0 * error));
         bar.inc(1);
+        if let Some(file) = &args.resume {
+            let parts: &[(&str, &dyn io::Stateful)] =
+                &[("model", &net), ("optimizer", &adam), ("generator", &generator), ("epoch", &epoch)];
+            io::save_checkpoint(file, parts)?;
+        }
         if epoch % 10 == 0 || epoch == args.epochs {
             bar.suspend(|| println!("epoch {epoch:3}  loss {mean:.4}  test error {:.1} %", 100.0 * error));
         }

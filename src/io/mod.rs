@@ -1,7 +1,8 @@
 //! Files of tensors: NumPy's npy and npz, and safetensors.
 //!
 //! [`save`] and [`load`] take the format from the file's name, and a [`StateDict`] for what is in it: a model's
-//! [`state_dict`](crate::nn::Module::state_dict), whose names are PyTorch's. Elements go between file and device in pieces, so
+//! [`state_dict`](crate::nn::Module::state_dict), whose names are PyTorch's. [`save_checkpoint`] and [`load_checkpoint`] are one
+//! call for all that a training run goes on from. Elements go between file and device in pieces, so
 //! that no tensor is ever on the heap as a whole, and views are written by their strides. Dtypes are kept: npy has no
 //! bf16, and keeps its bits as ml_dtypes does (`<V2`).
 //!
@@ -10,6 +11,7 @@
 //! little more than its own size. An archive that claims far more than its size is refused unless it is read with
 //! [`read_npz_limited`], and is then decompressed once to see that it has as much, before its tensors are made.
 
+mod checkpoint;
 mod npy;
 mod npz;
 mod safetensors;
@@ -23,9 +25,12 @@ use std::path::Path;
 use crate::file::NewFile;
 use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
 
+pub use self::checkpoint::{Stateful, load_checkpoint, save_checkpoint};
 pub use self::npy::{read_npy, write_npy};
 pub use self::npz::{read_npz, read_npz_limited, write_npz};
 pub use self::safetensors::{SafeTensors, read_safetensors, write_safetensors};
+#[doc(hidden)]
+pub use self::state::joined;
 pub use self::state::{IncompatibleKeys, StateDict};
 
 /// Writes tensors to a file: `.safetensors` or `.npz` by its name. The file is replaced as a whole: it has its old contents

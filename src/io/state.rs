@@ -1,8 +1,11 @@
 //! Named tensors in order: what is saved and loaded.
 
-use crate::{Error, Result, Tensor};
+use indexmap::IndexMap;
 
-/// Tensors by name, in order: what [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] give.
+use crate::{Error, Excerpt, Result, Tensor};
+
+/// Tensors by name, in order: what [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] give. Those
+/// share memory with what they were taken of; a clone has memory of its own, and so stays what it was.
 ///
 /// ```
 /// use claystone::{Device, Tensor, nn::StateDict};
@@ -11,9 +14,9 @@ use crate::{Error, Result, Tensor};
 /// assert_eq!(state.names().collect::<Vec<_>>(), ["weight"]);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 pub struct StateDict {
-    entries: Vec<(String, Tensor)>,
+    entries: IndexMap<String, Tensor>,
 }
 
 impl StateDict {
@@ -24,26 +27,22 @@ impl StateDict {
 
     /// Adds an entry, or replaces the one of this name where it is.
     pub fn insert(&mut self, name: impl Into<String>, tensor: Tensor) {
-        let name = name.into();
-        match self.entries.iter_mut().find(|(n, _)| *n == name) {
-            Some(entry) => entry.1 = tensor,
-            None => self.entries.push((name, tensor)),
-        }
+        self.entries.insert(name.into(), tensor);
     }
 
     /// The tensor of this name.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
-        self.entries.iter().find(|(n, _)| n == name).map(|(_, t)| t)
+        self.entries.get(name)
     }
 
     /// The names, in order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.entries.iter().map(|(n, _)| &n[..])
+        self.entries.keys().map(|name| &name[..])
     }
 
     /// Names and tensors, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
-        self.entries.iter().map(|(n, t)| (&n[..], t))
+        self.entries.iter().map(|(name, t)| (&name[..], t))
     }
 
     /// How many entries there are.
@@ -54,6 +53,50 @@ impl StateDict {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
+    }
+
+    /// The same tensors with `prefix` and a dot before each name: `encoder.weight` of `weight`. An entry without a name gets
+    /// the prefix alone.
+    pub fn with_prefix(self, prefix: &str) -> StateDict {
+        self.into_iter().map(|(name, t)| (joined(prefix, &name), t)).collect()
+    }
+
+    /// Takes `prefix` and its dot off the names that have it; the others stay as they are (PyTorch's
+    /// `consume_prefix_in_state_dict_if_present`).
+    ///
+    /// ```
+    /// use claystone::{Device, nn::{Linear, Module}};
+    /// let saved = Linear::new(3, 2, Device::Cpu)?.state_dict().with_prefix("module");
+    /// assert_eq!(saved.names().collect::<Vec<_>>(), ["module.weight", "module.bias"]);
+    /// assert_eq!(saved.strip_prefix("module").names().collect::<Vec<_>>(), ["weight", "bias"]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn strip_prefix(self, prefix: &str) -> StateDict {
+        let stripped = |name: String| stripped(&name, prefix).map(String::from).unwrap_or(name);
+        self.into_iter().map(|(name, t)| (stripped(name), t)).collect()
+    }
+
+    /// Adds the entries of `other`, which replace those of the same names.
+    pub fn merge(&mut self, other: StateDict) {
+        self.entries.extend(other.entries);
+    }
+
+    /// The entries below `prefix`, without it, and the others: a backbone and its head.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, nn::StateDict};
+    /// let names = ["encoder.weight", "head.weight", "head.bias"];
+    /// let entries = names.map(|name| (name.to_string(), Tensor::zeros(2, Device::Cpu).unwrap()));
+    /// let (head, mut rest) = StateDict::from_iter(entries).split("head");
+    /// assert_eq!(head.names().collect::<Vec<_>>(), ["weight", "bias"]);
+    /// assert_eq!(rest.names().collect::<Vec<_>>(), ["encoder.weight"]);
+    /// rest.merge(head.with_prefix("head"));
+    /// assert_eq!(rest.names().collect::<Vec<_>>(), names);
+    /// ```
+    pub fn split(self, prefix: &str) -> (StateDict, StateDict) {
+        let (below, others): (Vec<_>, Vec<_>) =
+            self.into_iter().partition(|(name, _)| stripped(name, prefix).is_some());
+        (StateDict::from_iter(below).strip_prefix(prefix), others.into_iter().collect())
     }
 
     /// An error unless the names and shapes are those of `wanted`.
@@ -70,8 +113,13 @@ impl StateDict {
     pub(crate) fn check_shape(&self, op: &'static str, name: &str, t: &Tensor) -> Result<()> {
         match self.get(name) {
             Some(own) if own.shape() != t.shape() => {
-                let hint = "an entry has the shape of the tensor it is loaded into";
-                Err(Error::ShapeMismatch { op, lhs: t.shape().clone(), rhs: own.shape().clone(), hint })
+                let (wanted, given) = (t.shape(), own.shape());
+                let name = if name.is_empty() { "it" } else { name };
+                let reason = format!(
+                    "{} has shape {wanted} here and {given} in the state: give both the same sizes",
+                    Excerpt(name)
+                );
+                Err(Error::invalid(op, reason))
             }
             _ => Ok(()),
         }
@@ -85,9 +133,21 @@ impl StateDict {
     }
 
     fn names_not_in<'a>(&'a self, other: &StateDict) -> Vec<&'a str> {
-        let known: std::collections::HashSet<&str> = other.names().collect();
-        self.names().filter(|n| !known.contains(n)).collect()
+        self.names().filter(|name| other.get(name).is_none()).collect()
     }
+}
+
+/// A name below a prefix, with a dot between them where neither is empty: for [`parts!`](crate::parts).
+#[doc(hidden)]
+pub fn joined(prefix: &str, name: &str) -> String {
+    let dot = if prefix.is_empty() || name.is_empty() { "" } else { "." };
+    format!("{prefix}{dot}{name}")
+}
+
+/// The name that [`joined`] was given with this prefix, if it was.
+pub(super) fn stripped<'a>(name: &'a str, prefix: &str) -> Option<&'a str> {
+    let rest = name.strip_prefix(prefix)?;
+    if prefix.is_empty() || rest.is_empty() { Some(rest) } else { rest.strip_prefix('.') }
 }
 
 /// Names that a module and the state loaded into it do not have in common; see [`crate::nn::Module::load_state_dict`].
@@ -107,7 +167,7 @@ impl FromIterator<(String, Tensor)> for StateDict {
 
 impl IntoIterator for StateDict {
     type Item = (String, Tensor);
-    type IntoIter = std::vec::IntoIter<(String, Tensor)>;
+    type IntoIter = indexmap::map::IntoIter<String, Tensor>;
 
     fn into_iter(self) -> Self::IntoIter {
         self.entries.into_iter()

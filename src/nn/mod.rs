@@ -17,6 +17,7 @@ mod pool;
 mod rnn;
 mod sequential;
 
+use crate::io::Stateful;
 pub use crate::io::{IncompatibleKeys, StateDict};
 pub use attention::{AttentionMasks, MultiheadAttention};
 pub use conv::{Conv1d, Conv2d, ConvTranspose2d};
@@ -25,7 +26,7 @@ pub use linear::{Activation, Linear};
 pub use norm::{BatchNorm, BatchNorm1d, BatchNorm2d, GroupNorm, LayerNorm, RmsNorm};
 
 #[doc(hidden)]
-pub use part::joined;
+pub use crate::io::joined;
 pub use part::{Buffer, Mode, Part, Role};
 pub use pool::{AdaptiveAvgPool2d, AvgPool2d, Flatten, MaxPool2d};
 pub use rnn::{
@@ -99,8 +100,15 @@ pub trait Module: Send + Sync {
 
     /// The parameters, for an optimiser to rehome, in the same order; one that is tied to another once.
     fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
+        self.named_parameters_mut("").into_iter().map(|(_, t)| t).collect()
+    }
+
+    /// [`Module::named_parameters`] for an optimiser to rehome: [`crate::optim::Fused::grouped`] makes groups by the names.
+    fn named_parameters_mut(&mut self, prefix: &str) -> Vec<(String, &mut Tensor)> {
         let (mut out, mut seen) = (Vec::new(), HashSet::new());
-        self.visit_mut("", &mut |_, role, t| out.extend(is_new_parameter(role, t, &mut seen).then_some(t)));
+        self.visit_mut(prefix, &mut |name, role, t| {
+            out.extend(is_new_parameter(role, t, &mut seen).then_some((name, t)));
+        });
         out
     }
 
@@ -151,8 +159,8 @@ pub trait Module: Send + Sync {
     /// anything is changed.
     ///
     /// # Errors
-    /// [`crate::Error::ShapeMismatch`]; [`crate::Error::Invalid`] where strict; [`crate::Error::Partial`] where the device
-    /// fails after some were copied.
+    /// [`crate::Error::Invalid`] for a tensor of another shape, and where strict for other names; [`crate::Error::Partial`]
+    /// where the device fails after some were copied.
     fn load_state_dict(&self, state: &StateDict, strict: bool) -> Result<IncompatibleKeys> {
         let (op, own) = ("load_state_dict", self.state_dict());
         if strict {
@@ -248,6 +256,17 @@ fn converted(
     };
     let slot = slot.as_ref().map(in_buffer).transpose()?;
     t.succeeded_by(data, grad, slot)
+}
+
+/// A module's part of a checkpoint is its state dict, loaded strictly.
+impl<M: Module> Stateful for M {
+    fn state_dict(&self) -> Result<StateDict> {
+        Ok(Module::state_dict(self))
+    }
+
+    fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        Module::load_state_dict(self, state, true).map(|_| ())
+    }
 }
 
 /// A module in a box is the module.

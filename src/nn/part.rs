@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::Module;
+use super::{Module, joined};
 use crate::Tensor;
 
 /// What a tensor is to its module.
@@ -51,12 +51,6 @@ macro_rules! parts {
             $($crate::nn::Part::switch(&self.$field, training);)*
         }
     };
-}
-
-/// A name after its prefix, for [`parts!`](crate::parts).
-#[doc(hidden)]
-pub fn joined(prefix: &str, name: &str) -> String {
-    if prefix.is_empty() { name.to_string() } else { format!("{prefix}.{name}") }
 }
 
 impl Part for Tensor {

@@ -77,6 +77,51 @@ impl<R: Rule> Fused<R> {
         Ok(self)
     }
 
+    /// Groups by a closure over the parameters' names, as [`Module::named_parameters_mut`](crate::nn::Module::named_parameters_mut)
+    /// gives them: those with the same hyperparameters, dtype and device are a group. What is filtered out before stays as it
+    /// is: a frozen layer.
+    ///
+    /// ```
+    /// use claystone::Device;
+    /// use claystone::nn::{LayerNorm, Linear, Module, Sequential};
+    /// use claystone::optim::{AdamW, AdamWConfig, Optimizer};
+    /// let mut net = Sequential::new().push(Linear::new(4, 4, Device::Cpu)?).push(LayerNorm::new(4, Device::Cpu)?);
+    /// let adamw = AdamW::grouped(net.named_parameters_mut(""), |name, p| {
+    ///     // Biases and norms are not decayed, and the last layer learns faster.
+    ///     let weight_decay = if p.rank() < 2 { 0.0 } else { 0.01 };
+    ///     let lr = if name.starts_with("1.") { 1e-2 } else { 1e-3 };
+    ///     AdamWConfig { lr, weight_decay, ..Default::default() }
+    /// })?;
+    /// let groups: Vec<(f64, f64)> = adamw.rules().map(|rule| (rule.lr, rule.weight_decay)).collect();
+    /// assert_eq!(groups, [(1e-3, 0.01), (1e-3, 0.0), (1e-2, 0.0)]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Fused::new`].
+    pub fn grouped<'a>(
+        parameters: impl IntoIterator<Item = (String, &'a mut Tensor)>,
+        rule: impl Fn(&str, &Tensor) -> R,
+    ) -> Result<Fused<R>>
+    where
+        R: PartialEq,
+    {
+        let mut groups: Vec<(R, Vec<&mut Tensor>)> = Vec::new();
+        for (name, p) in parameters {
+            let rule = rule(&name, p);
+            let alike = |q: &Tensor| (q.dtype(), q.device()) == (p.dtype(), p.device());
+            match groups.iter_mut().find(|(known, group)| *known == rule && group.first().is_some_and(|q| alike(q))) {
+                Some((_, group)) => group.push(p),
+                None => groups.push((rule, vec![p])),
+            }
+        }
+        if groups.is_empty() {
+            return Err(Error::invalid(R::NAME, "there are no parameters"));
+        }
+        let none = Fused { groups: Vec::new() };
+        groups.into_iter().try_fold(none, |optimizer, (rule, group)| optimizer.with_group(group, rule))
+    }
+
     /// The hyperparameters of each group.
     pub fn rules(&self) -> impl Iterator<Item = &R> {
         self.groups.iter().map(|g| &g.rule)

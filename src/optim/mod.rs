@@ -20,7 +20,7 @@ mod scaler;
 mod schedule;
 mod sgd;
 
-use crate::io::StateDict;
+use crate::io::{StateDict, Stateful};
 use crate::{Result, Tensor};
 
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
@@ -81,7 +81,7 @@ pub trait Optimizer {
     /// checked before anything is changed.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a name that is missing or unknown, [`crate::Error::ShapeMismatch`];
+    /// [`crate::Error::Invalid`] for a name that is missing or unknown and for a tensor of another shape;
     /// [`crate::Error::Partial`] where the device fails after some of the state was copied.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
 
@@ -95,4 +95,26 @@ pub trait Optimizer {
         let rates = vec![lr; self.learning_rates().len()];
         self.set_learning_rates(&rates).expect("one for each group");
     }
+}
+
+/// Parts of a checkpoint, by methods that the types have already.
+macro_rules! stateful {
+    ($([$($generics:tt)*] $type:ty: $state_dict:expr, $load_state_dict:expr;)*) => { $(
+        impl<$($generics)*> Stateful for $type {
+            fn state_dict(&self) -> Result<StateDict> {
+                $state_dict(self)
+            }
+
+            fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+                $load_state_dict(self, state)
+            }
+        }
+    )* };
+}
+
+stateful! {
+    [R: Rule] Fused<R>: Optimizer::state_dict, Optimizer::load_state_dict;
+    [] Box<dyn Optimizer>: |o: &Self| Optimizer::state_dict(&**o), |o: &mut Self, s| Optimizer::load_state_dict(&mut **o, s);
+    [] Scheduler: Scheduler::state_dict, Scheduler::load_state_dict;
+    [] GradScaler: GradScaler::state_dict, GradScaler::load_state_dict;
 }

@@ -3,6 +3,7 @@
 use super::Optimizer;
 use super::clip::gradients;
 use super::rule::check;
+use crate::io::StateDict;
 use crate::{Error, Result, Tensor, for_each_part, no_grad};
 
 /// How [`GradScaler`] changes its factor; PyTorch's defaults.
@@ -126,6 +127,36 @@ impl GradScaler {
             self.scale *= self.config.growth_factor;
             self.good_steps = 0;
         }
+    }
+
+    /// The factor and how it changes, by PyTorch's names: to be taken after [`GradScaler::update`].
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn state_dict(&self) -> Result<StateDict> {
+        let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = &self.config;
+        StateDict::from_parts(&[
+            ("scale", &self.scale),
+            ("growth_factor", growth_factor),
+            ("backoff_factor", backoff_factor),
+            ("growth_interval", growth_interval),
+            ("_growth_tracker", &self.good_steps),
+        ])
+    }
+
+    /// Goes on where [`GradScaler::state_dict`] was taken.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a name that is missing.
+    pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = &mut self.config;
+        state.load_parts(&mut [
+            ("scale", &mut self.scale),
+            ("growth_factor", growth_factor),
+            ("backoff_factor", backoff_factor),
+            ("growth_interval", growth_interval),
+            ("_growth_tracker", &mut self.good_steps),
+        ])
     }
 }
 

@@ -4,7 +4,7 @@ use std::f64::consts::PI;
 
 use super::Optimizer;
 use crate::io::StateDict;
-use crate::{DType, Device, Result, Tensor};
+use crate::{Error, Result};
 
 /// A learning rate as a function of time; a closure `|base, step| ..` is one too.
 pub trait Schedule: Send {
@@ -76,22 +76,30 @@ impl Scheduler {
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     pub fn state_dict(&self) -> Result<StateDict> {
-        let step = Tensor::full((), self.step as i64, (DType::I64, Device::default()))?;
-        let base = Tensor::from_slice(&self.base, self.base.len(), Device::default())?;
-        Ok([("last_epoch".to_string(), step), ("base_lrs".to_string(), base)].into_iter().collect())
+        StateDict::from_parts(&[("last_epoch", &self.step), ("base_lrs", &self.base)])
     }
 
     /// Goes on where [`Scheduler::state_dict`] was taken; the optimiser's rates are part of its own state.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a name that is missing or unknown, [`crate::Error::ShapeMismatch`].
+    /// [`Error::Invalid`] for a name that is missing, and for another number of groups.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-        state.check_against("Scheduler::load_state_dict", &self.state_dict()?)?;
-        let values = |name: &str| state.get(name).expect("checked").to_dtype(DType::F64)?.to_vec::<f64>();
-        let (step, base) = (values("last_epoch")?[0], values("base_lrs")?);
-        (self.step, self.base) = (step as usize, base);
+        let (mut step, mut base) = (0, Vec::new());
+        state.load_parts(&mut [("last_epoch", &mut step), ("base_lrs", &mut base)])?;
+        check_groups("Scheduler::load_state_dict", self.base.len(), base.len())?;
+        (self.step, self.base) = (step, base);
         Ok(())
     }
+}
+
+/// An error unless a state has the rates of as many groups as the optimiser.
+fn check_groups(op: &'static str, wanted: usize, given: usize) -> Result<()> {
+    if wanted == given {
+        return Ok(());
+    }
+    let reason =
+        format!("the state is of an optimiser with {given} groups, and this one has {wanted}: make the same groups");
+    Err(Error::invalid(op, reason))
 }
 
 /// Multiplies the rate by `gamma` every `step_size` steps (PyTorch's `StepLR`).

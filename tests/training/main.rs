@@ -4,6 +4,7 @@
 mod common;
 
 mod autocast;
+mod checkpoint;
 mod layers;
 mod optim;
 mod optim_shared;
