@@ -19,7 +19,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// assert!(matches!(a.add(&b), Err(Error::ShapeMismatch { op: "add", .. })));
 /// # Ok::<(), Error>(())
 /// ```
-#[derive(Debug, Clone, thiserror::Error)]
+/// `{:?}` is the sentence as well, as that is what a `main` that returns an error and `unwrap` print.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs)] // of the fields: `op` is the method's name, and each message shows what the others are
 pub enum Error {
@@ -45,7 +46,7 @@ pub enum Error {
     #[error("{device} is not available: {reason}")]
     NoDevice { device: Device, reason: String },
     /// The device, after giving back everything cached, cannot hold the allocation.
-    #[error("{device} is out of memory: tried to allocate {requested} bytes; {detail}")]
+    #[error("{device} is out of memory: tried to allocate {}; {detail}", requested_bytes(*requested))]
     OutOfMemory { device: Device, requested: usize, detail: String },
     /// An integer was divided by zero.
     #[error("{op}: integer division by zero: divide floats, or mask the zeros first")]
@@ -71,6 +72,12 @@ pub enum Error {
     /// An argument makes no sense; the sentence says which and why.
     #[error("{op}: {reason}")]
     Invalid { op: &'static str, reason: String },
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Display::fmt(self, f)
+    }
 }
 
 impl Error {
@@ -195,6 +202,23 @@ impl Display for Excerpt<'_> {
     }
 }
 
+/// Bytes as a person reads them, `19.07 MiB`, and as `{:#}` exactly as well, `19.07 MiB (20000000 bytes)`. Two digits follow the
+/// point unless the format says otherwise.
+#[derive(Clone, Copy)]
+pub(crate) struct Size(pub(crate) u64);
+
+impl Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Size(bytes) = *self;
+        let unit = bytes.max(1).ilog2() / 10;
+        let Some(name) = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"].get((unit as usize).wrapping_sub(1)) else {
+            return write!(f, "{bytes} bytes");
+        };
+        write!(f, "{:.*} {name}", f.precision().unwrap_or(2), bytes as f64 / (1u64 << (10 * unit)) as f64)?;
+        if f.alternate() { write!(f, " ({bytes} bytes)") } else { Ok(()) }
+    }
+}
+
 /// Reasons longer than this are shortened: those of libraries that read a file may quote all of it.
 const LONGEST: usize = 2000;
 
@@ -206,6 +230,11 @@ fn shortened(reason: String) -> String {
     let head = (0..LONGEST / 2).rev().find(boundary).unwrap_or(0);
     let tail = (reason.len() - LONGEST / 4..reason.len()).find(boundary).unwrap_or(reason.len());
     format!("{} ... ({} bytes left out) ... {}", &reason[..head], tail - head, &reason[tail..])
+}
+
+/// Sizes that cannot be counted are asked for as the largest that can.
+fn requested_bytes(bytes: usize) -> String {
+    if bytes == usize::MAX { "more bytes than can be counted".into() } else { format!("{:#}", Size(bytes as u64)) }
 }
 
 /// Which dims a tensor of this rank has.
@@ -237,6 +266,31 @@ pub(crate) use serde_as_text;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_are_for_people_and_exact() {
+        for (bytes, want) in [
+            (0, "0 bytes"),
+            (1023, "1023 bytes"),
+            (1025, "1.00 KiB (1025 bytes)"),
+            (1 << 20, "1.00 MiB (1048576 bytes)"),
+            (20_000_000, "19.07 MiB (20000000 bytes)"),
+            (3 << 30, "3.00 GiB (3221225472 bytes)"),
+            (1 << 60, "1.00 EiB (1152921504606846976 bytes)"),
+            (u64::MAX, "16.00 EiB (18446744073709551615 bytes)"),
+        ] {
+            assert_eq!(format!("{:#}", Size(bytes)), want);
+        }
+        assert_eq!(format!("{:.1} {}", Size(150_119_776_256), Size(150_119_776_256)), "139.8 GiB 139.81 GiB");
+    }
+
+    /// What a `main` that returns an error prints.
+    #[test]
+    fn debug_is_the_sentence() {
+        let error = Error::OutOfMemory { device: Device::OpenCL(0), requested: 20_000_000, detail: "no more".into() };
+        let sentence = "opencl:0 is out of memory: tried to allocate 19.07 MiB (20000000 bytes); no more";
+        assert_eq!((format!("{error:?}"), error.to_string()), (sentence.to_owned(), sentence.to_owned()));
+    }
 
     #[test]
     fn what_errors_quote_is_short_and_on_one_line() {

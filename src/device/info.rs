@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use crate::error::Size;
+
 /// What a device is: the order in which [`Device::all`](crate::Device::all) lists OpenCL devices is that of the kinds
 /// with memory of their own first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -77,23 +79,13 @@ impl fmt::Display for DeviceInfo {
         writeln!(f, "  vendor          {}", self.vendor)?;
         writeln!(f, "  driver          {}", self.driver)?;
         writeln!(f, "  compute units   {}", self.compute_units)?;
-        writeln!(f, "  memory          {}", size(self.memory))?;
-        writeln!(f, "  largest buffer  {}", size(self.largest_buffer))?;
+        writeln!(f, "  memory          {:.1}", Size(self.memory))?;
+        writeln!(f, "  largest buffer  {:.1}", Size(self.largest_buffer))?;
         writeln!(f, "  base alignment  {} bytes", self.base_alignment)?;
-        writeln!(f, "  local memory    {}", size(self.local_memory as u64))?;
+        writeln!(f, "  local memory    {:.1}", Size(self.local_memory as u64))?;
         writeln!(f, "  work-group      {} work-items", self.max_work_group)?;
         let (fp16, fp64, unified) = (yes(self.fp16), yes(self.fp64), yes(self.unified_memory));
         write!(f, "  fp16 {fp16}, fp64 {fp64}, unified memory {unified}")
-    }
-}
-
-/// Bytes as a person reads them: `139.8 GiB`.
-fn size(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["bytes", "KiB", "MiB", "GiB", "TiB"];
-    let unit = (0..UNITS.len() - 1).take_while(|&u| bytes >> (10 * (u + 1)) > 0).count();
-    match unit {
-        0 => format!("{bytes} bytes"),
-        _ => format!("{:.1} {}", bytes as f64 / (1u64 << (10 * unit)) as f64, UNITS[unit]),
     }
 }
 
@@ -132,16 +124,6 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes() {
-        for (bytes, text) in
-            [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (48 << 10, "48.0 KiB"), (3 << 39, "1.5 TiB")]
-        {
-            assert_eq!(size(bytes), text);
-        }
-        assert_eq!(size(u64::MAX), "16777216.0 TiB");
-    }
 
     #[test]
     fn the_host_describes_itself() {

@@ -154,21 +154,6 @@ impl PoolStats {
     }
 }
 
-/// Bytes as PyTorch writes them in its messages: in KiB, MiB or GiB.
-pub(super) struct Human(pub(super) u64);
-
-impl fmt::Display for Human {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let bytes = self.0 as f64;
-        match self.0 {
-            0..=1024 => write!(f, "{} bytes", self.0),
-            1025..=0x10_0000 => write!(f, "{:.2} KiB", bytes / 1024.0),
-            0x10_0001..=0x4000_0000 => write!(f, "{:.2} MiB", bytes / f64::from(1 << 20)),
-            _ => write!(f, "{:.2} GiB", bytes / f64::from(1 << 30)),
-        }
-    }
-}
-
 /// What a change did to the free parts of split segments.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Split {

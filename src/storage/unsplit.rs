@@ -14,6 +14,7 @@ use super::history::{
 };
 use super::segment::Segment;
 use crate::device::StreamId;
+use crate::error::Size;
 use crate::{Device, Error, Result};
 
 /// The methods of an allocator that its books answer.
@@ -114,7 +115,7 @@ impl Books {
         let held = self.stats.reserved() + self.making;
         if held.saturating_add(elsewhere).saturating_add(size as u64) > self.limit() {
             let others = if elsewhere > 0 {
-                format!(" beside {elsewhere} bytes in buffers or images that are counted elsewhere")
+                format!(" beside {:#} in buffers or images that are counted elsewhere", Size(elsewhere))
             } else {
                 String::new()
             };
@@ -184,13 +185,18 @@ impl Books {
         let free = self.capacity.saturating_sub(reserved).min(i64::MAX as u64); // as files have it
         self.history.record(TraceAction::Oom, free, requested as u64, stream.0);
         let capacity = self.capacity;
-        let mut detail = format!("{allocated} are allocated and {reserved} reserved of a capacity of {capacity}");
+        let mut detail = format!(
+            "{:#} are allocated and {:#} reserved of a capacity of {:#}",
+            Size(allocated),
+            Size(reserved),
+            Size(capacity)
+        );
         if self.limit() < capacity {
-            detail += &format!(", of which {} are allowed", self.limit());
+            detail += &format!(", of which {:#} are allowed", Size(self.limit()));
         }
         if unused.bytes > 0 {
-            let Unused { bytes, largest } = unused;
-            detail += &format!("; {bytes} in unused buffers, the largest of {largest}, were given back");
+            let (bytes, largest) = (Size(unused.bytes), Size(unused.largest as u64));
+            detail += &format!("; {bytes:#} in unused buffers, the largest of {largest:#}, were given back");
         }
         Error::OutOfMemory { device: self.device, requested, detail: format!("{detail}; {why}") }
     }
@@ -236,12 +242,16 @@ pub(super) struct Unused {
 /// Bytes of the segment for a request.
 pub(super) fn segment_size(driver: &dyn Driver, bytes: usize) -> Result<usize> {
     let size = bytes.max(1).checked_next_multiple_of(driver.alignment());
-    size.filter(|&size| size as u64 <= driver.capacity()).ok_or_else(|| too_large(driver, bytes))
+    size.filter(|&size| size as u64 <= driver.capacity())
+        .ok_or_else(|| too_large(driver, bytes, driver.largest_segment() as u64))
 }
 
-fn too_large(driver: &dyn Driver, requested: usize) -> Error {
-    let (capacity, largest) = (driver.capacity(), driver.largest_segment());
-    let detail = format!("the device has {capacity}, and promises buffers of up to {largest}");
+/// The error for more than the device could ever hold in one piece, of which it and the allocator make at most `longest` bytes.
+pub(super) fn too_large(driver: &dyn Driver, requested: usize, longest: u64) -> Error {
+    let mut detail = format!("the device has {:#}", Size(driver.capacity()));
+    if longest < driver.capacity() {
+        detail += &format!(", and a buffer of it at most {:#}", Size(longest));
+    }
     Error::OutOfMemory { device: driver.device(), requested, detail }
 }
 
@@ -258,7 +268,7 @@ pub(super) fn make(
             tracing::debug!(device = %driver.device(), size, "segment made");
             Ok(Ok(Arc::new(Segment::new(memory, size))))
         }
-        Err(Failure::TooBig) => Err(too_large(driver, requested)),
+        Err(Failure::TooBig) => Err(too_large(driver, requested, driver.largest_segment() as u64)),
         Err(Failure::Other(error)) => Err(error),
         Err(failure) => Ok(Err(failure.to_string())),
     }

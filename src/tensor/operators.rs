@@ -11,7 +11,10 @@ use crate::{Result, Tensor};
 
 #[track_caller]
 fn expect<T>(result: Result<T>) -> T {
-    result.unwrap_or_else(|e| panic!("{e}"))
+    match result {
+        Ok(value) => value,
+        Err(e) => panic!("{e}"), // here and not in a closure, so that the caller's line is named
+    }
 }
 
 /// The left operand.

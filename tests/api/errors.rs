@@ -6,7 +6,7 @@ use claystone::autograd::checkpoint;
 use claystone::nn::{Conv2d, MultiheadAttention};
 use claystone::ops::{self, Backend, Expr, Implementation, register};
 use claystone::optim::{Sgd, SgdConfig};
-use claystone::{ConvOptions, DType, Device, Error, MaxPoolOptions, Result, Tensor};
+use claystone::{ConvOptions, CrossEntropy, DType, Device, Error, MaxPoolOptions, Result, Tensor};
 
 use crate::common::{alone, each_device, iota};
 
@@ -34,6 +34,7 @@ fn shapes_that_do_not_go_together() {
         refused(d, &["add", "[2, 3]", "[4]"], || a.add(&b));
         refused(d, &["add", "[2, 3]"], || a.narrow(0, 0, 1)?.add_(&a).map(|_| ()));
         refused(d, &["matmul", "[2, 3]"], || a.matmul(&a));
+        refused(d, &["matmul", "[2, 3] and [4] "], || a.matmul(&b));
         refused(d, &["reshape", "[2, 3]"], || a.reshape([4, 2]));
         refused(d, &["mse_loss"], || a.mse_loss(&b));
     });
@@ -71,6 +72,8 @@ fn dtypes_that_differ_or_do_not_fit() {
         refused(d, &["bitwise_and", "f32"], || a.bitwise_and(&ints));
         refused(d, &["masked_fill", "0.5", "i64"], || ints.masked_fill(&ints, 0.5));
         refused(d, &["mean", "i64"], || ints.mean((), false));
+        refused(d, &["cross_entropy", "dtype f32", "labels"], || iota(&[2, 3], d).cross_entropy(&iota(&[2], d)));
+        refused(d, &["nll_loss", "dtype f32"], || iota(&[2, 3], d).nll_loss(&iota(&[2], d), CrossEntropy::default()));
         refused(d, &["exp", "i64"], || ints.exp_().map(|_| ()));
         refused(d, &["rand", "i32"], || Tensor::rand(&[2], (DType::I32, d)));
     });

@@ -1,8 +1,12 @@
 //! `+ - * /` on tensors and numbers.
 
+use std::ops::SubAssign;
+use std::panic::AssertUnwindSafe;
+use std::sync::Mutex;
+
 use claystone::{DType, Device, Tensor};
 
-use crate::common::{each_device, iota, vec};
+use crate::common::{alone, each_device, iota, vec};
 
 #[test]
 fn operators_are_the_methods() {
@@ -63,4 +67,31 @@ fn an_operator_panics_with_the_methods_message() {
     let panic = std::panic::catch_unwind(|| &a + &b).unwrap_err();
     assert_eq!(panic.downcast_ref::<String>(), Some(&message));
     assert!(message.contains("[2]") && message.contains("[3]"), "{message}");
+}
+
+/// The line that a panic names is the one that has the operator.
+#[test]
+fn an_operator_panics_at_the_line_of_its_caller() {
+    if !alone("operators::an_operator_panics_at_the_line_of_its_caller") {
+        return;
+    }
+    let (a, b) = (iota(&[2], Device::Cpu), iota(&[3], Device::Cpu));
+    static AT: Mutex<Option<(String, u32)>> = Mutex::new(None);
+    std::panic::set_hook(Box::new(|panic| {
+        *AT.lock().unwrap() = panic.location().map(|at| (at.file().to_owned(), at.line()));
+    }));
+    let operations: [(u32, &dyn Fn()); 3] = [
+        (line!(), &|| drop(&a + &b)),
+        (line!(), &|| drop(a.shallow_clone() * &b)),
+        (line!(), &|| a.shallow_clone().sub_assign(&b)),
+    ];
+    let named = operations.map(|(line, operation)| {
+        let panicked = std::panic::catch_unwind(AssertUnwindSafe(operation)).is_err();
+        (panicked, AT.lock().unwrap().take(), Some((file!().to_owned(), line)))
+    });
+    drop(std::panic::take_hook());
+    for (panicked, at, expected) in named {
+        assert!(panicked);
+        assert_eq!(at, expected);
+    }
 }

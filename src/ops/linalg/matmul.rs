@@ -15,7 +15,7 @@ use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::{elementwise, reduce};
 use crate::tensor::{Dims, Layout};
-use crate::{Expr, Result, Shape, Tensor, autograd};
+use crate::{Error, Expr, Result, Shape, Tensor, autograd};
 
 operations! {
     matmul(x, x): LinearAlgebra, Numbers -> Same, differentiable;
@@ -51,7 +51,10 @@ impl Tensor {
         let (row, column) = (self.rank() == 1, rhs.rank() == 1);
         let (as_row, as_column) = (row.then(|| with_dim(self, 0)), column.then(|| with_dim(rhs, 1)));
         let (a, b) = (as_row.as_ref().unwrap_or(self), as_column.as_ref().unwrap_or(rhs));
-        let mut out = product(op, a, b, None)?;
+        let mut out = product(op, a, b, None).map_err(|error| match error {
+            Error::ShapeMismatch { hint, .. } => shape_mismatch(op, self, rhs, hint), // of vectors as they were given
+            error => error,
+        })?;
         if column {
             out = without_dim(&out, out.rank() - 1);
         }

@@ -4,22 +4,16 @@ use std::fmt;
 
 use super::super::driver::Failure;
 use super::super::hooks::OutOfMemoryEvent;
-use super::super::stats::{DeviceStats, Human};
+use super::super::stats::DeviceStats;
+use super::super::unsplit::too_large;
+use super::entry::LONGEST;
 use super::mempool::MemPoolStats;
 use super::{CachingAllocator, Request};
 use crate::Error;
-
-/// Bytes for people (KiB, MiB, GiB, two decimals) and, in brackets, exactly.
-pub(super) fn exact(bytes: u64) -> String {
-    match Human(bytes) {
-        short @ Human(0..=1024) => short.to_string(),
-        short => format!("{short} ({bytes} bytes)"),
-    }
-}
+use crate::error::Size;
 
 /// Everything the text is made of.
 struct Report {
-    requested: u64,
     size: u64,
     pool: u32,
     capacity: u64,
@@ -49,7 +43,6 @@ impl CachingAllocator {
             let mut pools = vec![(0, core.heap.pool_stats(0), true)];
             pools.extend(core.pools.iter().map(|(&id, options)| (id, core.heap.pool_stats(id), options.use_on_oom)));
             Report {
-                requested: request.bytes as u64,
                 size: request.size as u64,
                 pool: request.pool,
                 capacity: self.driver.capacity(),
@@ -77,12 +70,8 @@ impl CachingAllocator {
         Error::OutOfMemory { device: self.driver.device(), requested: request.bytes, detail }
     }
 
-    /// The error for more than the device could ever hold in one piece.
     pub(super) fn too_large(&self, requested: usize) -> Error {
-        let (capacity, largest) = (self.driver.capacity(), self.driver.largest_segment());
-        let (capacity, largest) = (exact(capacity), exact(largest as u64));
-        let detail = format!("the device has {capacity}, and promises buffers of up to {largest}");
-        Error::OutOfMemory { device: self.driver.device(), requested, detail }
+        too_large(&*self.driver, requested, LONGEST.min(self.driver.largest_segment() as u64))
     }
 }
 
@@ -90,41 +79,40 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (allocated, reserved) = (self.stats.allocated_bytes.current, self.stats.reserved_bytes.current);
         let active = self.stats.active_bytes.current;
-        write!(f, "that is {}", Human(self.requested))?;
         if self.pool > 0 {
-            write!(f, " from memory pool {}", self.pool)?;
+            write!(f, "in memory pool {}, ", self.pool)?;
         }
         match self.capacity {
-            u64::MAX => write!(f, ". The device does not say how much it has")?,
-            capacity => write!(f, ". The device has a total capacity of {}", exact(capacity))?,
+            u64::MAX => write!(f, "the device does not say how much it has")?,
+            capacity => write!(f, "the device has a total capacity of {:#}", Size(capacity))?,
         }
         if self.limit < self.capacity {
-            write!(f, ", of which {} are allowed", exact(self.limit))?;
+            write!(f, ", of which {:#} are allowed", Size(self.limit))?;
         }
-        write!(f, ". Of {} reserved, {} are allocated", exact(reserved), exact(allocated))?;
+        write!(f, ". Of {:#} reserved, {:#} are allocated", Size(reserved), Size(allocated))?;
         if active > allocated {
-            write!(f, ", {} are given back but still in use by streams", exact(active - allocated))?;
+            write!(f, ", {:#} are given back but still in use by streams", Size(active - allocated))?;
         }
         let private = || self.pools.iter().filter(|(id, stats, _)| *id > 0 && stats.reserved_bytes > 0);
-        write!(f, ", and {} are unallocated", exact(self.unallocated()))?;
+        write!(f, ", and {:#} are unallocated", Size(self.unallocated()))?;
         let largest = self.pools.iter().find(|(id, ..)| *id == self.pool).map_or(0, |(_, stats, _)| stats.largest_free);
         if largest > 0 {
-            write!(f, "; the largest free block has {}", exact(largest))?;
+            write!(f, "; the largest free block has {:#}", Size(largest))?;
         }
         if private().next().is_some() {
             let sum: u64 = private().map(|(_, stats, _)| stats.allocated_bytes).sum();
-            write!(f, ". In private pools {} are allocated", exact(sum))?;
+            write!(f, ". In private pools {:#} are allocated", Size(sum))?;
             for (id, stats, _) in private() {
-                let (allocated, reserved) = (exact(stats.allocated_bytes), exact(stats.reserved_bytes));
-                write!(f, "; pool {id}: {allocated} of {reserved}, the largest free block has ")?;
-                f.write_str(&exact(stats.largest_free))?;
+                let (allocated, reserved) = (Size(stats.allocated_bytes), Size(stats.reserved_bytes));
+                let largest = Size(stats.largest_free);
+                write!(f, "; pool {id}: {allocated:#} of {reserved:#}, the largest free block has {largest:#}")?;
             }
         }
         if self.spilled > 0 {
-            write!(f, ". {} of tensors are kept on the host until the device has memory", exact(self.spilled))?;
+            write!(f, ". {:#} of tensors are kept on the host until the device has memory", Size(self.spilled))?;
         }
         if self.elsewhere > 0 {
-            write!(f, ". {} are held by images", exact(self.elsewhere))?;
+            write!(f, ". {:#} are held by images", Size(self.elsewhere))?;
         }
         if let Some(what) = self.ran_out {
             write!(f, ". The driver ran out of {what}")?;
@@ -143,12 +131,12 @@ impl Report {
     fn advise(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (id, stats, lends) in &self.pools {
             if *id != self.pool && stats.largest_free >= self.size && !(*lends && *id > 0) {
-                let largest = exact(stats.largest_free);
+                let largest = Size(stats.largest_free);
                 match id {
-                    0 => write!(f, ". The default pool has a free block of {largest}: empty_cache gives it back")?,
+                    0 => write!(f, ". The default pool has a free block of {largest:#}: empty_cache gives it back")?,
                     _ => write!(
                         f,
-                        ". Memory pool {id} has a free block of {largest}: empty its cache, or make it with use_on_oom"
+                        ". Memory pool {id} has a free block of {largest:#}: empty its cache, or make it with use_on_oom"
                     )?,
                 }
             }
@@ -175,24 +163,5 @@ impl Report {
         }
         let cures = cures.join(" or ");
         write!(f, ". What is unallocated would suffice in one piece: set {cures} in CLAYSTONE_ALLOC_CONF")
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_are_for_people_and_exact() {
-        for (bytes, want) in [
-            (0, "0 bytes"),
-            (1024, "1024 bytes"),
-            (1025, "1.00 KiB (1025 bytes)"),
-            (1 << 20, "1024.00 KiB (1048576 bytes)"),
-            (20_000_000, "19.07 MiB (20000000 bytes)"),
-            (3 << 30, "3.00 GiB (3221225472 bytes)"),
-        ] {
-            assert_eq!(exact(bytes), want);
-        }
     }
 }

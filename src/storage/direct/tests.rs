@@ -54,7 +54,7 @@ fn running_out_waits_once_and_tries_again() {
         panic!("another error");
     };
     assert_eq!(requested, (1 << 19) + 1);
-    assert!(detail.contains("524288 are allocated") && detail.contains("no room"), "{detail}");
+    assert!(detail.contains("512.00 KiB (524288 bytes) are allocated") && detail.contains("no room"), "{detail}");
     assert_eq!((direct.stats().num_ooms, sim.committed()), (1, 1 << 19));
     direct.deallocate(most);
     direct.deallocate(direct.allocate(1 << 20, STREAM).unwrap());
@@ -88,7 +88,9 @@ fn a_limit_holds_also_while_buffers_are_being_made() {
                             assert!(sim.committed() <= 8 << 10);
                             direct.deallocate(block);
                         }
-                        Err(error) => assert!(error.to_string().contains("10240 are allowed"), "{error}"),
+                        Err(error) => {
+                            assert!(error.to_string().contains("10.00 KiB (10240 bytes) are allowed"), "{error}")
+                        }
                     }
                 }
             });

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use super::super::stats::Human;
 use super::snapshot::{BlockState, SegmentInfo, SegmentType, Snapshot};
+use crate::error::Size;
 
 /// How badly a snapshot's free memory is cut up: of all segments, and of those of each type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -154,5 +154,5 @@ fn map(segment: &SegmentInfo) -> String {
 
 /// A size, with a short unit.
 pub(super) fn size(bytes: u64) -> String {
-    if bytes <= 1024 { format!("{bytes} B") } else { Human(bytes).to_string() }
+    if bytes < 1024 { format!("{bytes} B") } else { Size(bytes).to_string() }
 }

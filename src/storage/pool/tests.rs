@@ -190,7 +190,8 @@ fn the_device_runs_out_and_what_is_unused_makes_room() {
         panic!("another error");
     };
     assert_eq!(requested, 8 * KIB);
-    for part in ["98304 are allocated and 98304 reserved", "capacity of 102400", "no room"] {
+    let both = "96.00 KiB (98304 bytes) are allocated and 96.00 KiB (98304 bytes) reserved";
+    for part in [both, "a capacity of 100.00 KiB (102400 bytes)", "no room"] {
         assert!(detail.contains(part), "{detail}");
     }
     assert_eq!((pool.stats().num_alloc_retries, pool.stats().num_ooms), (1, 1));
@@ -204,7 +205,12 @@ fn the_error_says_what_was_given_back_in_vain() {
     [16, 32].map(|k| pool.allocate(k * KIB, STREAM).unwrap()).into_iter().for_each(|block| pool.deallocate(block));
     sim.set_others(90 * KIB as u64);
     let error = pool.allocate(60 * KIB, STREAM).unwrap_err().to_string();
-    assert!(error.contains("49152 in unused buffers, the largest of 32768, were given back"), "{error}");
+    assert!(
+        error.contains(
+            "48.00 KiB (49152 bytes) in unused buffers, the largest of 32.00 KiB (32768 bytes), were given back"
+        ),
+        "{error}"
+    );
 }
 
 #[test]
@@ -252,7 +258,7 @@ fn a_limit_is_kept() {
     pool.set_memory_limit(10 * KIB as u64).unwrap();
     let block = pool.allocate(8 * KIB, STREAM).unwrap();
     let error = pool.allocate(4 * KIB, STREAM).unwrap_err().to_string();
-    assert!(error.contains("10240 are allowed"), "{error}");
+    assert!(error.contains("10.00 KiB (10240 bytes) are allowed"), "{error}");
     pool.deallocate(block);
     let block = pool.allocate(2 * KIB, STREAM).unwrap(); // 8 KiB are too large, but go to make room
     let block_too = pool.allocate(8 * KIB, STREAM).unwrap();

@@ -53,6 +53,8 @@ impl Tensor {
         invalid!(op if !(0.0..=1.0).contains(&options.label_smoothing),
             "label_smoothing is {}, it must be in 0..=1", options.label_smoothing);
         if target.dtype().is_float() {
+            unsupported!(op if target.rank() + 1 == self.rank(), target.dtype(),
+                "labels of dtype i64, i32, u32 or u8, or for each class a probability, in the shape of the logits");
             return self.soft_cross_entropy(op, target, options).named(op);
         }
         let plain = options.weight.is_none() && options.label_smoothing == 0.0;

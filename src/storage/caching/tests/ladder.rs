@@ -8,9 +8,9 @@ use crate::storage::OutOfMemoryEvent;
 
 fn out_of_memory(allocator: &CachingAllocator, bytes: usize) -> String {
     match allocator.allocate(bytes, StreamId::DEFAULT) {
-        Err(Error::OutOfMemory { requested, detail, .. }) => {
+        Err(error @ Error::OutOfMemory { requested, .. }) => {
             assert_eq!(requested, bytes);
-            detail
+            error.to_string()
         }
         other => panic!("{bytes} bytes: {other:?}"),
     }
@@ -238,6 +238,17 @@ fn the_error_says_what_there_is() {
 }
 
 #[test]
+fn the_error_says_that_a_buffer_cannot_be_so_large() {
+    let (_, allocator) = device(8 << 40, "");
+    let detail = out_of_memory(&allocator, 3 << 40);
+    for part in ["3.00 TiB", "the device has 8.00 TiB", "a buffer of it at most 2.00 TiB"] {
+        assert!(detail.contains(part), "{part} is not in: {detail}");
+    }
+    let detail = out_of_memory(&device(64 * MIB as u64, "").1, usize::MAX);
+    assert!(detail.contains("more bytes than can be counted") && detail.contains("has 64.00 MiB"), "{detail}");
+}
+
+#[test]
 fn the_error_gives_each_private_pool() {
     let (_, allocator) = device(64 * MIB as u64, "segments:pytorch");
     let allocator = Arc::new(allocator);
@@ -247,7 +258,7 @@ fn the_error_gives_each_private_pool() {
     let want = format!("pool {}: 5.00 MiB (5242880 bytes) of 20.00 MiB (20971520 bytes)", pool.id());
     assert!(detail.contains(&want), "{detail}");
     let detail = use_mem_pool(&pool, || out_of_memory(&allocator, 60 * MIB));
-    assert!(detail.contains(&format!("from memory pool {}", pool.id())), "{detail}");
+    assert!(detail.contains(&format!("in memory pool {}", pool.id())), "{detail}");
     allocator.deallocate(inside);
 }
 
