@@ -6,6 +6,7 @@
 //! ([`Tensor::mse_loss`], [`Tensor::cross_entropy`]).
 
 mod attention;
+mod averaged;
 mod conv;
 mod embedding;
 pub mod functional;
@@ -20,6 +21,7 @@ mod sequential;
 use crate::io::Stateful;
 pub use crate::io::{IncompatibleKeys, StateDict};
 pub use attention::{AttentionMasks, MultiheadAttention};
+pub use averaged::AveragedModel;
 pub use conv::{Conv1d, Conv2d, ConvTranspose2d};
 pub use embedding::Embedding;
 pub use linear::{Activation, Linear};

@@ -6,7 +6,8 @@
 //! the master and rounds it into the parameters in the same launch.
 //!
 //! What tells one optimiser from another is a [`Rule`]: the names of its state, its numbers, and one formula. [`Fused`] does
-//! the rest, for rules of other crates too. [`Scheduler`] changes the learning rate from step to step, [`clip_grad_norm_`]
+//! the rest, for rules of other crates too. [`Scheduler`] changes the learning rate from step to step, [`ReduceLrOnPlateau`] when a metric stops getting
+//! better, [`clip_grad_norm_`]
 //! and [`GradScaler`] look after gradients that are too large or, in f16, too small.
 
 mod adam;
@@ -14,6 +15,7 @@ mod clip;
 mod flat;
 mod fused;
 mod lion;
+mod plateau;
 mod rmsprop;
 mod rule;
 mod scaler;
@@ -27,12 +29,13 @@ pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use clip::{clip_grad_norm_, clip_grad_value_};
 pub use fused::Fused;
 pub use lion::{Lion, LionConfig};
+pub use plateau::{PlateauMode, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, ThresholdMode};
 pub use rmsprop::{Adagrad, AdagradConfig, RmsProp, RmsPropConfig};
 pub use rule::Rule;
 pub use scaler::{GradScaler, GradScalerConfig};
 pub use schedule::{
-    CosineAnnealingLr, ExponentialLr, LambdaLr, LinearLr, MultiStepLr, OneCycleLr, Schedule, Scheduler, SequentialLr,
-    StepLr,
+    AnnealStrategy, CosineAnnealingLr, CosineAnnealingWarmRestarts, ExponentialLr, LambdaLr, LinearLr, MultiStepLr,
+    OneCycleLr, Schedule, Scheduler, SequentialLr, StepLr,
 };
 pub use sgd::{Sgd, SgdConfig};
 
@@ -116,5 +119,6 @@ stateful! {
     [R: Rule] Fused<R>: Optimizer::state_dict, Optimizer::load_state_dict;
     [] Box<dyn Optimizer>: |o: &Self| Optimizer::state_dict(&**o), |o: &mut Self, s| Optimizer::load_state_dict(&mut **o, s);
     [] Scheduler: Scheduler::state_dict, Scheduler::load_state_dict;
+    [] ReduceLrOnPlateau: ReduceLrOnPlateau::state_dict, ReduceLrOnPlateau::load_state_dict;
     [] GradScaler: GradScaler::state_dict, GradScaler::load_state_dict;
 }

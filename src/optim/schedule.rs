@@ -195,8 +195,56 @@ impl Schedule for LinearLr {
     }
 }
 
+/// [`CosineAnnealingLr`] that starts again from the first rate after `t_0` steps, after `t_mult` times as many, and so on
+/// (Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts"; PyTorch's `CosineAnnealingWarmRestarts`).
+///
+/// ```
+/// use claystone::optim::{CosineAnnealingWarmRestarts, Schedule};
+/// let schedule = CosineAnnealingWarmRestarts { t_mult: 2, ..CosineAnnealingWarmRestarts::new(10) };
+/// assert_eq!([0, 5, 10, 20, 30].map(|t| schedule.learning_rate(2.0, t)), [2.0, 1.0, 2.0, 1.0, 2.0]);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CosineAnnealingWarmRestarts {
+    /// Steps until the first restart; 0 counts as 1.
+    pub t_0: usize,
+    /// Steps between two restarts by those between the two before; 1 in PyTorch, as which 0 counts.
+    pub t_mult: usize,
+    /// The lowest rate; 0 in PyTorch.
+    pub eta_min: f64,
+}
+
+impl CosineAnnealingWarmRestarts {
+    /// PyTorch's defaults.
+    pub fn new(t_0: usize) -> CosineAnnealingWarmRestarts {
+        CosineAnnealingWarmRestarts { t_0, t_mult: 1, eta_min: 0.0 }
+    }
+}
+
+impl Schedule for CosineAnnealingWarmRestarts {
+    fn learning_rate(&self, base: f64, step: usize) -> f64 {
+        let (mut t_cur, mut t_i) = (step, self.t_0.max(1));
+        if self.t_mult <= 1 {
+            t_cur %= t_i;
+        }
+        while t_cur >= t_i {
+            t_cur -= t_i;
+            t_i = t_i.saturating_mul(self.t_mult);
+        }
+        cosine(base, self.eta_min, t_cur as f64 / t_i as f64)
+    }
+}
+
+/// How a rate goes from one value to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AnnealStrategy {
+    /// Along half a cosine.
+    Cos,
+    /// Along a line.
+    Linear,
+}
+
 /// Up from `max_lr / div_factor` to `max_lr` and down to a ten-thousandth of the start, along cosines (Smith and Topin,
-/// "Super-Convergence"; PyTorch's `OneCycleLR`, without its change of momentum). The groups' own rates do not matter.
+/// "Super-Convergence"; PyTorch's `OneCycleLR` with `cycle_momentum=False`). The groups' own rates do not matter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OneCycleLr {
     /// The highest rate.
@@ -205,31 +253,53 @@ pub struct OneCycleLr {
     pub total_steps: usize,
     /// The part of the cycle that goes up; 0.3 in PyTorch.
     pub pct_start: f64,
+    /// Along what it goes; cosines in PyTorch.
+    pub anneal_strategy: AnnealStrategy,
     /// The highest rate by the first; 25 in PyTorch.
     pub div_factor: f64,
     /// The first rate by the last; 10,000 in PyTorch.
     pub final_div_factor: f64,
+    /// Whether it goes down as fast as it went up, to the first rate, and from there to the last; it does not in PyTorch.
+    pub three_phase: bool,
 }
 
 impl OneCycleLr {
     /// PyTorch's defaults.
     pub fn new(max_lr: f64, total_steps: usize) -> OneCycleLr {
-        OneCycleLr { max_lr, total_steps, pct_start: 0.3, div_factor: 25.0, final_div_factor: 1e4 }
+        OneCycleLr {
+            max_lr,
+            total_steps,
+            pct_start: 0.3,
+            anneal_strategy: AnnealStrategy::Cos,
+            div_factor: 25.0,
+            final_div_factor: 1e4,
+            three_phase: false,
+        }
     }
 }
 
 impl Schedule for OneCycleLr {
     fn learning_rate(&self, _base: f64, step: usize) -> f64 {
         let (first, last) = (self.max_lr / self.div_factor, self.max_lr / self.div_factor / self.final_div_factor);
-        let (end, step) = (self.total_steps as f64 - 1.0, step as f64);
-        let top = self.pct_start * self.total_steps as f64 - 1.0;
-        if step <= top {
-            cosine(first, self.max_lr, step / top)
-        } else if step < end {
-            cosine(self.max_lr, last, (step - top) / (end - top))
-        } else {
-            last
+        let (total, up) = (self.total_steps as f64, self.pct_start * self.total_steps as f64);
+        // Where each phase ends, and with which rate.
+        let phases = match self.three_phase {
+            true => [(up - 1.0, self.max_lr), (2.0 * up - 2.0, first), (total - 1.0, last)],
+            false => [(up - 1.0, self.max_lr), (total - 1.0, last), (total - 1.0, last)],
+        };
+        let (mut start, mut from, step) = (0.0, first, step as f64);
+        for (end, to) in phases {
+            if step <= end {
+                // A phase of a single step has its last rate.
+                let part = if end > start { (step - start) / (end - start) } else { 1.0 };
+                return match self.anneal_strategy {
+                    AnnealStrategy::Cos => cosine(from, to, part),
+                    AnnealStrategy::Linear => from + (to - from) * part,
+                };
+            }
+            (start, from) = (end, to);
         }
+        last
     }
 }
 

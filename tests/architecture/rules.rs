@@ -8,7 +8,7 @@ use proc_macro2::{TokenStream, TokenTree};
 /// The rooms, from the top down. Those of one line do not import each other, unless [`CIRCLES`] says so.
 const ROOMS: &[&[&str]] = &[
     &["distributed"],
-    &["nn", "optim"],
+    &["nn", "optim", "data"],
     &["io"],
     &["bin"],
     &["graph", "tune"],
@@ -47,7 +47,7 @@ const UNSAFE: &[&str] = &["src/device/", "src/storage/"];
 const VERSIONS: &[&str] = &["src/storage/", "src/backend/"];
 
 /// The rooms that use what any user of the crate could.
-pub const PUBLIC_ONLY: &[&str] = &["nn", "optim", "io"];
+pub const PUBLIC_ONLY: &[&str] = &["nn", "optim", "data", "io"];
 
 const LONGEST: usize = 500;
 
@@ -96,7 +96,7 @@ impl Rule {
             }
             Self::Unsafe => "`unsafe` stays in device/ and storage/; put a safe function there and call it",
             Self::Backends => "backend/cpu and backend/opencl do not know each other; share it through backend/problem",
-            Self::Published => "nn, optim and io use `pub` items by `pub` paths only; publish the item first",
+            Self::Published => "nn, optim, data and io use `pub` items by `pub` paths only; publish the item first",
             Self::Length => "no file has over 500 lines; split it by what it does",
             Self::Versions => {
                 "version counters are moved by `backend::launch` and `backend::fill`; launch through them"

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use claystone::io::{self, Stateful};
-use claystone::nn::{Activation, BatchNorm1d, Dropout, Linear, Module, Sequential, StateDict};
+use claystone::nn::{Activation, AveragedModel, BatchNorm1d, Dropout, Linear, Module, Sequential, StateDict};
 use claystone::optim::*;
 use claystone::{DType, Device, Generator, Result, Tensor, with_generator};
 
@@ -12,6 +12,7 @@ use crate::common::each_device;
 /// A run whose every step draws random numbers and changes the rate, the loss scale and running statistics.
 struct Run {
     net: Sequential,
+    ema: AveragedModel<Sequential>,
     adam: AdamW,
     scheduler: Scheduler,
     scaler: GradScaler,
@@ -23,14 +24,11 @@ struct Run {
 impl Run {
     fn new(seed: u64, dtype: DType, device: Device) -> Result<Run> {
         let generator = Generator::new(seed);
-        let mut net = with_generator(&generator, || {
-            Ok::<_, claystone::Error>(
-                Sequential::new()
-                    .push(Linear::new(4, 8, (dtype, device))?.with_activation(Activation::Relu))
-                    .push(BatchNorm1d::new(8, (dtype, device))?)
-                    .push(Dropout::new(0.3)?)
-                    .push(Linear::new(8, 2, (dtype, device))?),
-            )
+        let (mut net, ema) = with_generator(&generator, || {
+            Ok::<_, claystone::Error>((
+                Run::net(dtype, device)?,
+                AveragedModel::ema(Run::net(DType::F32, device)?, 0.9)?,
+            ))
         })?;
         let mut adam = AdamW::grouped(net.named_parameters_mut(""), |name, _| AdamWConfig {
             weight_decay: if name.ends_with("bias") { 0.0 } else { 0.1 },
@@ -40,7 +38,15 @@ impl Run {
         assert_eq!(adam.rules().count(), 2);
         let scheduler = Scheduler::new(&mut adam, ExponentialLr { gamma: 0.9 })?;
         let scaler = GradScaler::new(GradScalerConfig { init_scale: 64.0, growth_interval: 2, ..Default::default() })?;
-        Ok(Run { net, adam, scheduler, scaler, generator, epoch: 0, losses: Vec::new() })
+        Ok(Run { net, ema, adam, scheduler, scaler, generator, epoch: 0, losses: Vec::new() })
+    }
+
+    fn net(dtype: DType, device: Device) -> Result<Sequential> {
+        Ok(Sequential::new()
+            .push(Linear::new(4, 8, (dtype, device))?.with_activation(Activation::Relu))
+            .push(BatchNorm1d::new(8, (dtype, device))?)
+            .push(Dropout::new(0.3)?)
+            .push(Linear::new(8, 2, (dtype, device))?))
     }
 
     fn save(&self, path: &Path) -> Result<()> {
@@ -48,6 +54,7 @@ impl Run {
             path,
             &[
                 ("model", &self.net),
+                ("ema", &self.ema),
                 ("optimizer", &self.adam),
                 ("scheduler", &self.scheduler),
                 ("scaler", &self.scaler),
@@ -63,6 +70,7 @@ impl Run {
             path,
             &mut [
                 ("model", &mut self.net),
+                ("ema", &mut self.ema),
                 ("optimizer", &mut self.adam),
                 ("scheduler", &mut self.scheduler),
                 ("scaler", &mut self.scaler),
@@ -83,6 +91,7 @@ impl Run {
             self.scaler.scale(&loss)?.backward()?;
             self.scaler.step(&mut self.adam)?;
             self.scaler.update();
+            self.ema.update_parameters(&self.net)?;
             self.scheduler.step(&mut self.adam)?;
             self.losses.push(loss.to_dtype(DType::F64)?.item()?);
             self.epoch += 1;
@@ -117,6 +126,7 @@ fn a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit() {
             resumed.train_to(9, dtype, device).unwrap();
             assert_eq!(whole.losses, resumed.losses, "{dtype} on {device}");
             assert_eq!(bits(&Module::state_dict(&whole.net)), bits(&Module::state_dict(&resumed.net)));
+            assert_eq!(bits(&Module::state_dict(&whole.ema)), bits(&Module::state_dict(&resumed.ema)));
             assert_eq!(
                 bits(&Optimizer::state_dict(&whole.adam).unwrap()),
                 bits(&Optimizer::state_dict(&resumed.adam).unwrap())
@@ -141,8 +151,8 @@ fn parts_that_are_not_asked_for_are_left_and_those_that_do_not_fit_are_named() {
 
     let error = |parts: &mut [(&str, &mut dyn Stateful)]| io::load_checkpoint(&file, parts).unwrap_err().to_string();
     let mut epoch = 5usize;
-    let missing = error(&mut [("epoch", &mut epoch), ("ema", &mut 0.5f64)]);
-    assert!(missing.contains("run.safetensors: there is no part ema, only "), "{missing}");
+    let missing = error(&mut [("epoch", &mut epoch), ("teacher", &mut 0.5f64)]);
+    assert!(missing.contains("run.safetensors: there is no part teacher, only "), "{missing}");
     assert!(missing.contains("scheduler") && epoch == 5, "nothing was loaded");
     let mut small = Linear::new(2, 2, Device::Cpu).unwrap();
     let wrong = error(&mut [("model", &mut small)]);

@@ -10,5 +10,6 @@ mod optim;
 mod optim_shared;
 mod packed;
 mod recurrent;
+mod schedules;
 mod steps;
 mod transformer;
