@@ -1,7 +1,10 @@
 //! Recurrent layers and their cells, composed of operations, and sequences of different lengths for them.
 
 mod cells;
+mod composed;
 mod packed;
+mod pass;
+mod schedule;
 mod stack;
 mod step;
 

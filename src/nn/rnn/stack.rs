@@ -2,6 +2,8 @@
 
 use super::RnnOptions;
 use super::packed::PackedSequence;
+use super::pass::Pass;
+use super::schedule::Schedule;
 use super::step::{Cell, Sizes, Step};
 use crate::nn::{Mode, Role};
 use crate::tensor::TensorOptions;
@@ -80,7 +82,7 @@ impl Stack {
             states.iter().map(as_batch).collect::<Result<Vec<_>>>()
         });
         let batch_sizes = vec![n; steps];
-        let (out, last) = self.through(Steps { data, batch_sizes: &batch_sizes }, initial.transpose()?)?;
+        let (out, last) = self.through(op, Steps { data, batch_sizes: &batch_sizes }, initial.transpose()?)?;
         let out = out.reshape([steps, n, out.shape().dims()[1]])?;
         Ok(match (batched, turned) {
             (false, _) => (out.squeeze(1)?, last.iter().map(|t| t.squeeze(1)).collect::<Result<_>>()?),
@@ -109,7 +111,7 @@ impl Stack {
         let sorted = |states: &[&Tensor]| states.iter().map(|t| ordered(t, packed.sorted_indices())).collect();
         let initial = initial.map(sorted).transpose()?;
         let steps = Steps { data: data.shallow_clone(), batch_sizes: packed.batch_sizes() };
-        let (out, last) = self.through(steps, initial)?;
+        let (out, last) = self.through(op, steps, initial)?;
         let last = last.iter().map(|t| ordered(t, packed.unsorted_indices())).collect::<Result<_>>()?;
         Ok((packed.map(|_| Ok(out))?, last))
     }
@@ -132,7 +134,7 @@ impl Stack {
     }
 
     /// The hidden states of the last layer, `[elements, ..]`, and the last states of all layers, `[slots, N, ..]`.
-    fn through(&self, steps: Steps, initial: Option<Vec<Tensor>>) -> Result<(Tensor, Vec<Tensor>)> {
+    fn through(&self, op: &'static str, steps: Steps, initial: Option<Vec<Tensor>>) -> Result<(Tensor, Vec<Tensor>)> {
         let Steps { data: mut below, batch_sizes } = steps;
         let directions = self.layers[0].len();
         let mut last: Vec<Vec<Tensor>> = (0..self.step.states()).map(|_| Vec::new()).collect();
@@ -149,7 +151,8 @@ impl Stack {
                     }
                 };
                 let start = (0..self.step.states()).map(start).collect::<Result<Vec<_>>>()?;
-                let (output, states) = self.pass(cell, &gates, batch_sizes, start, d == 1)?;
+                let (output, states) =
+                    Pass::run(op, self.step, cell, Schedule::new(batch_sizes, d == 1), &gates, &start)?;
                 outputs.push(output);
                 last.iter_mut().zip(states).for_each(|(all, state)| all.push(state));
             }
@@ -159,57 +162,6 @@ impl Stack {
             }
         }
         Ok((below, last.iter().map(|all| Tensor::stack(all, 0)).collect::<Result<_>>()?))
-    }
-
-    /// The hidden states of one direction of a layer, `[elements, ..]`, and its last states, from the input's part of the gates.
-    fn pass(
-        &self,
-        cell: &Cell,
-        gates: &Tensor,
-        batch_sizes: &[usize],
-        start: Vec<Tensor>,
-        reverse: bool,
-    ) -> Result<(Tensor, Vec<Tensor>)> {
-        let gates = gates.split_with_sizes(batch_sizes, 0)?;
-        let mut outputs = Vec::with_capacity(gates.len());
-        let rows = |states: &[Tensor], from: usize, to: usize| -> Result<Vec<Tensor>> {
-            states.iter().map(|t| t.narrow(0, from, to - from)).collect()
-        };
-        let joined = |parts: Vec<Vec<Tensor>>| -> Result<Vec<Tensor>> {
-            (0..self.step.states()).map(|s| Tensor::cat(&parts.iter().map(|p| &p[s]).collect::<Vec<_>>(), 0)).collect()
-        };
-        if !reverse {
-            // The last states of sequences that have ended, the shortest first.
-            let (mut states, mut ended, mut size) = (start, Vec::new(), batch_sizes[0]);
-            for (x, &next) in gates.iter().zip(batch_sizes) {
-                if next < size {
-                    ended.push(rows(&states, next, size)?);
-                    states = rows(&states, 0, next)?;
-                    size = next;
-                }
-                states = self.step.next(x, cell, &states)?;
-                outputs.push(states[0].shallow_clone());
-            }
-            if !ended.is_empty() {
-                ended.push(states);
-                ended.reverse();
-                states = joined(ended)?;
-            }
-            return Ok((Tensor::cat(&outputs, 0)?, states));
-        }
-        // From the end, the longest sequences start first.
-        let mut size = batch_sizes[batch_sizes.len() - 1];
-        let mut states = rows(&start, 0, size)?;
-        for (x, &next) in gates.iter().zip(batch_sizes).rev() {
-            if next > size {
-                states = joined(vec![states, rows(&start, size, next)?])?;
-                size = next;
-            }
-            states = self.step.next(x, cell, &states)?;
-            outputs.push(states[0].shallow_clone());
-        }
-        outputs.reverse();
-        Ok((Tensor::cat(&outputs, 0)?, states))
     }
 
     /// What follows PyTorch's names of parameters: `_l0`, `_l0_reverse`, `_l1` and so on.

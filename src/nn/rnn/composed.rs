@@ -1,0 +1,42 @@
+//! One direction of a layer as recorded operations, step by step: what gradients of gradients are computed from.
+
+use super::schedule::Schedule;
+use super::step::{Cell, Step};
+use crate::{Result, Tensor};
+
+/// The hidden states of all rows, and the states that sequences end with, from the input's part of the gates.
+pub(super) fn composed(
+    step: Step,
+    cell: &Cell,
+    gates: &Tensor,
+    schedule: &Schedule,
+    start: Vec<Tensor>,
+) -> Result<(Tensor, Vec<Tensor>)> {
+    let rows = |states: &[Tensor], from: usize, to: usize| -> Result<Vec<Tensor>> {
+        states.iter().map(|t| t.narrow(0, from, to - from)).collect()
+    };
+    let joined = |parts: Vec<Vec<Tensor>>| -> Result<Vec<Tensor>> {
+        (0..step.states()).map(|s| Tensor::cat(&parts.iter().map(|p| &p[s]).collect::<Vec<_>>(), 0)).collect()
+    };
+    let (mut outputs, mut ended) = (Vec::new(), Vec::new());
+    let (mut states, mut size) = (rows(&start, 0, 0)?, 0);
+    for at in schedule.steps() {
+        if at.continued < size {
+            // Sequences that have ended, the shortest first.
+            ended.push(rows(&states, at.continued, size)?);
+            states = rows(&states, 0, at.continued)?;
+        }
+        if at.continued < at.rows {
+            states = joined(vec![states, rows(&start, at.continued, at.rows)?])?;
+        }
+        size = at.rows;
+        states = step.next(&gates.narrow(0, at.start, at.rows)?, cell, &states)?;
+        outputs.push(states[0].shallow_clone());
+    }
+    if schedule.reverse {
+        outputs.reverse();
+    }
+    ended.push(states);
+    ended.reverse();
+    Ok((Tensor::cat(&outputs, 0)?, joined(ended)?))
+}

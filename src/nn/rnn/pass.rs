@@ -1,0 +1,421 @@
+//! One direction of a layer through all time steps, as one operation with a gradient of its own.
+//!
+//! Forward is two launches a step: a product with the hidden state, and the formulas of all gates. So is backward: what a gate
+//! contributes to the gradient of its own sum is the gradient of a state times a factor that depends on forward only. The factors of
+//! all steps are computed first, and a step is then one formula, for all gates and for what goes on to the step before, and one
+//! product. The gradients of the weights are one product over all steps.
+
+use super::composed::composed;
+use super::schedule::{Schedule, TimeStep};
+use super::step::{Cell, Step};
+use crate::autograd::{CustomOp, GradOptions, OpContext, grad_with_options};
+use crate::{Error, Expr, Result, Tensor, is_grad_enabled};
+
+/// One direction of a layer.
+pub(super) struct Pass {
+    pub(super) step: Step,
+    pub(super) schedule: Schedule,
+    /// Whether there is a bias beside the product with the hidden state, which only the GRU needs separately.
+    biased: bool,
+    projected: bool,
+}
+
+/// What a pass is given, or the gradients of that.
+struct Inputs<T> {
+    gates: T,
+    weight_hh: T,
+    states: Vec<T>,
+    bias_hh: Option<T>,
+    weight_hr: Option<T>,
+}
+
+impl<T> Inputs<T> {
+    fn into_list(self) -> Vec<T> {
+        [self.gates, self.weight_hh].into_iter().chain(self.states).chain(self.bias_hh).chain(self.weight_hr).collect()
+    }
+}
+
+/// The states of all rows of a direction and what else its gradient needs.
+struct States {
+    /// Hidden states of all rows beside those to begin with.
+    hidden: Tensor,
+    /// LSTM's cell states likewise.
+    cell: Option<Tensor>,
+    /// The gates of all rows, where they are kept: LSTM's four, or GRU's three and the hidden state's part of the last one.
+    gates: Vec<Tensor>,
+}
+
+/// `[rows, columns]` like `t`.
+fn rows_like(t: &Tensor, rows: usize, columns: usize) -> Result<Tensor> {
+    Tensor::empty([rows, columns], t)
+}
+
+impl Pass {
+    /// The hidden states of all rows, and the states that the sequences end with.
+    pub(super) fn run(
+        op: &'static str,
+        step: Step,
+        cell: &Cell,
+        schedule: Schedule,
+        gates: &Tensor,
+        start: &[Tensor],
+    ) -> Result<(Tensor, Vec<Tensor>)> {
+        // Under autocast the gates have its dtype.
+        let cast = |t: &Tensor| {
+            if crate::ops::autocast_dtype().is_some() { t.to_dtype(gates.dtype()) } else { Ok(t.shallow_clone()) }
+        };
+        let bias_hh = cell.bias_hh.as_ref().filter(|_| step == Step::Gru).map(cast).transpose()?;
+        let weight_hr = cell.weight_hr.as_ref().map(cast).transpose()?;
+        let (biased, projected) = (bias_hh.is_some(), weight_hr.is_some());
+        let states = start.iter().map(cast).collect::<Result<Vec<_>>>()?;
+        let weight_hh = cast(&cell.weight_hh)?;
+        let output = weight_hh.shape().dims()[1];
+        let inputs = Inputs { gates: gates.shallow_clone(), weight_hh, states, bias_hh, weight_hr }.into_list();
+        for t in &inputs {
+            if t.device() != gates.device() {
+                return Err(Error::DeviceMismatch { op, lhs: gates.device(), rhs: t.device() });
+            }
+            if t.dtype() != gates.dtype() {
+                return Err(Error::DTypeMismatch { op, lhs: gates.dtype(), rhs: t.dtype() });
+            }
+        }
+        if schedule.sequences() == 0 {
+            return composed(step, cell, gates, &schedule, start.iter().map(Tensor::shallow_clone).collect());
+        }
+        let pass = Pass { step, schedule: schedule.clone(), biased, projected };
+        let all = Tensor::apply_op(pass, &inputs.iter().collect::<Vec<_>>())?;
+        if step != Step::Lstm {
+            let last = schedule.last(&all)?;
+            return Ok((all, vec![last]));
+        }
+        let (total, n) = (schedule.total(), schedule.sequences());
+        let size = gates.shape().dims()[1] / step.gates();
+        let hidden = all.narrow(0, 0, total * output)?.reshape([total, output])?;
+        let cell = all.narrow(0, total * output, n * size)?.reshape([n, size])?;
+        let last = schedule.last(&hidden)?;
+        Ok((hidden, vec![last, cell]))
+    }
+
+    fn inputs(&self, list: &[Tensor]) -> Inputs<Tensor> {
+        let (states, rest) = list[2..].split_at(self.step.states());
+        let (biases, rest) = rest.split_at(usize::from(self.biased));
+        Inputs {
+            gates: list[0].shallow_clone(),
+            weight_hh: list[1].shallow_clone(),
+            states: states.iter().map(Tensor::shallow_clone).collect(),
+            bias_hh: biases.first().map(Tensor::shallow_clone),
+            weight_hr: rest.first().filter(|_| self.projected).map(Tensor::shallow_clone),
+        }
+    }
+
+    /// The one tensor that is the operation's result: the hidden states of all rows, and the last cell states where there are any.
+    fn packed(hidden: Tensor, cell: Option<Tensor>) -> Result<Tensor> {
+        match cell {
+            Some(cell) => Tensor::cat(&[hidden.flatten(0, -1)?, cell.flatten(0, -1)?], 0),
+            None => Ok(hidden),
+        }
+    }
+
+    /// Computes the states of all rows.
+    fn states(&self, inputs: &Inputs<Tensor>, keep: bool) -> Result<States> {
+        let Pass { step, schedule, .. } = self;
+        let (n, total) = (schedule.sequences(), schedule.total());
+        let beside = |start: &Tensor| -> Result<Tensor> {
+            let all = rows_like(start, n + total, start.shape().dims()[1])?;
+            all.narrow(0, schedule.initial_start(), n)?.copy_(start)?;
+            Ok(all)
+        };
+        let h = inputs.weight_hh.shape().dims()[0] / step.gates();
+        let states = States {
+            hidden: beside(&inputs.states[0])?,
+            cell: inputs.states.get(1).map(beside).transpose()?,
+            gates: match step {
+                Step::Lstm | Step::Gru if keep => {
+                    (0..4).map(|_| rows_like(&inputs.gates, total, h)).collect::<Result<_>>()?
+                }
+                _ => Vec::new(),
+            },
+        };
+        let weight = inputs.weight_hh.t()?;
+        let mut before = 0;
+        for at in schedule.steps() {
+            let previous = |states: &Tensor| self.previous(states, at, before);
+            let rows = |states: &Tensor| states.narrow(0, schedule.states_start() + at.start, at.rows);
+            let (x, h) = (inputs.gates.narrow(0, at.start, at.rows)?, previous(&states.hidden)?);
+            let kept = states.gates.iter().map(|t| t.narrow(0, at.start, at.rows)).collect::<Result<Vec<_>>>()?;
+            let out = rows(&states.hidden)?;
+            match (step, &states.cell) {
+                (Step::Lstm, Some(cells)) => {
+                    let sums = x.addmm(&h, &weight, 1, 1)?.chunk(4, 1)?;
+                    let (c, next) = (previous(cells)?, rows(cells)?);
+                    let projected = match inputs.weight_hr {
+                        Some(_) => Some(rows_like(&c, at.rows, c.shape().dims()[1])?),
+                        None => None,
+                    };
+                    let inside = projected.as_ref().unwrap_or(&out);
+                    let read: Vec<&Tensor> = sums.iter().chain([&c]).collect();
+                    let written: Vec<&Tensor> = [inside, &next].into_iter().chain(&kept).collect();
+                    Tensor::map_into(&read, &[], &written, |e, _| {
+                        let [i, f, o] = [0, 1, 3].map(|k| e[k].sigmoid());
+                        let g = e[2].tanh();
+                        let c = &f * &e[4] + &i * &g;
+                        [&o * c.tanh(), c, i, f, g, o].into_iter().take(2 + kept.len()).collect()
+                    })?;
+                    if let (Some(inside), Some(w)) = (&projected, &inputs.weight_hr) {
+                        out.copy_(&inside.linear(w, None)?)?;
+                    }
+                }
+                (Step::Gru, _) => {
+                    let (x, z) = (x.chunk(3, 1)?, h.linear(&inputs.weight_hh, inputs.bias_hh.as_ref())?.chunk(3, 1)?);
+                    let read: Vec<&Tensor> = x.iter().chain(&z).chain([&h]).collect();
+                    let written: Vec<&Tensor> = [&out].into_iter().chain(&kept).collect();
+                    Tensor::map_into(&read, &[], &written, |e, _| {
+                        let (reset, update) = ((&e[0] + &e[3]).sigmoid(), (&e[1] + &e[4]).sigmoid());
+                        let new = (&e[2] + &reset * &e[5]).tanh();
+                        let next = &new + &update * (&e[6] - &new);
+                        [next, reset, update, new, e[5].clone()].into_iter().take(1 + kept.len()).collect()
+                    })?;
+                }
+                _ => {
+                    let sum = x.addmm(&h, &weight, 1, 1)?;
+                    let relu = *step == Step::Relu;
+                    Tensor::map_into(&[&sum], &[], &[&out], |e, _| vec![if relu { e[0].relu() } else { e[0].tanh() }])?;
+                }
+            }
+            before = at.start;
+        }
+        Ok(states)
+    }
+
+    /// The states before a time step, from those of all rows; `before` is the first row of the step before.
+    fn previous(&self, states: &Tensor, at: TimeStep, before: usize) -> Result<Tensor> {
+        let (initial, first) = (self.schedule.initial_start(), self.schedule.states_start());
+        let begun = states.narrow(0, initial + at.continued, at.rows - at.continued);
+        match at.continued {
+            0 => begun,
+            _ if at.continued == at.rows => states.narrow(0, first + before, at.rows),
+            _ => Tensor::cat(&[states.narrow(0, first + before, at.continued)?, begun?], 0),
+        }
+    }
+
+    /// Factors of all rows, `[rows, factors, H]`: of each gate's sum, then of what goes on to the step before, then LSTM's of the
+    /// cell state's gradient from the hidden state's. Those of GRU are of the reset and the update gate, of the hidden state's part of
+    /// the new one, and of the input's part of it.
+    fn factors(&self, states: &States) -> Result<Tensor> {
+        let schedule = &self.schedule;
+        let own = |t: &Tensor| t.narrow(0, schedule.states_start(), schedule.total());
+        let hidden = own(&states.hidden)?;
+        let of = |inputs: &[&Tensor], count: usize, f: &dyn Fn(&[Expr], usize) -> Expr| -> Result<Tensor> {
+            let [rows, size] = [inputs[0].shape().dims()[0], inputs[0].shape().dims()[1]];
+            let all = Tensor::empty([rows, count, size], inputs[0])?;
+            for k in 0..count {
+                Tensor::map_into(inputs, &[], &[&all.select(1, k as isize)?], |e, _| vec![f(e, k)])?;
+            }
+            Ok(all)
+        };
+        let one = || Expr::constant(1.0);
+        let sigmoid = |y: &Expr| y * (one() - y);
+        let tanh = |y: &Expr| one() - y * y;
+        match (&states.gates[..], &states.cell) {
+            ([i, f, g, o], Some(cell)) => {
+                of(&[i, f, g, o, &schedule.previous(cell)?, &own(cell)?], 6, &|e, k| match k {
+                    0 => &e[2] * sigmoid(&e[0]),
+                    1 => &e[4] * sigmoid(&e[1]),
+                    2 => &e[0] * tanh(&e[2]),
+                    3 => e[5].tanh() * sigmoid(&e[3]),
+                    4 => e[1].clone(),
+                    _ => &e[3] * tanh(&e[5].tanh()),
+                })
+            }
+            ([reset, update, new, part], None) => {
+                of(&[reset, update, new, part, &schedule.previous(&states.hidden)?], 5, &|e, k| {
+                    let new = (one() - &e[1]) * tanh(&e[2]);
+                    match k {
+                        0 => new * &e[3] * sigmoid(&e[0]),
+                        1 => (&e[4] - &e[2]) * sigmoid(&e[1]),
+                        2 => new * &e[0],
+                        3 => new,
+                        _ => e[1].clone(),
+                    }
+                })
+            }
+            _ if self.step == Step::Relu => of(&[&hidden], 1, &|e, _| e[0].gt(0.0)),
+            _ => of(&[&hidden], 1, &|e, _| tanh(&e[0])),
+        }
+    }
+
+    /// The gradients of what was given.
+    fn gradients(
+        &self,
+        inputs: &Inputs<Tensor>,
+        states: &States,
+        grad: &Tensor,
+        grad_cell: Option<&Tensor>,
+    ) -> Result<Inputs<Tensor>> {
+        let Pass { step, schedule, .. } = self;
+        let (n, total) = (schedule.sequences(), schedule.total());
+        let factors = self.factors(states)?;
+        let [_, count, size] = *factors.shape().dims() else { unreachable!("factors have three dimensions") };
+        let is_lstm = *step == Step::Lstm;
+        let count = if is_lstm { count - 1 } else { count };
+        let gates = step.gates();
+        let sums = Tensor::empty([total, count, size], grad)?;
+        let of_sums = |rows: &Tensor| rows.narrow(1, 0, gates)?.reshape([-1, (gates * size) as isize]);
+        // The gradient of a projected hidden state, for the weight of the projection.
+        let projected = inputs.weight_hr.as_ref().map(|_| Tensor::empty(grad.shape(), grad)).transpose()?;
+        // Of LSTM's gates the last one passes on the gradient of the hidden state, the others that of the cell state.
+        let selected = is_lstm.then(|| Tensor::zeros([count, 1], grad)).transpose()?;
+        if let Some(selected) = &selected {
+            selected.narrow(0, 3, 1)?.fill_(1)?;
+        }
+        // The gradients of the states after a step, from the steps after it; and of states that sequences began with.
+        let mut after: Vec<Tensor> = Vec::new();
+        let mut begun: Vec<Vec<Tensor>> = vec![Vec::new(); step.states()];
+        for at in schedule.steps().rev() {
+            // Sequences that end here have no steps after it.
+            let have = after.first().map_or(0, |t| t.shape().dims()[0]);
+            if have < at.rows {
+                let hidden = Tensor::zeros([at.rows - have, grad.shape().dims()[1]], grad)?;
+                let cell = grad_cell.map(|t| t.narrow(0, have, at.rows - have)).transpose()?;
+                let ended = [hidden].into_iter().chain(cell);
+                after = match have {
+                    0 => ended.collect(),
+                    _ => after.iter().zip(ended).map(|(t, e)| Tensor::cat(&[t, &e], 0)).collect::<Result<_>>()?,
+                };
+            }
+            let rows = |t: &Tensor| t.narrow(0, at.start, at.rows);
+            let (mut own, mut h) = (rows(grad)?, after[0].shallow_clone());
+            if let (Some(w), Some(all)) = (&inputs.weight_hr, &projected) {
+                Tensor::map_into(&[&own, &h], &[], &[&rows(all)?], |e, _| vec![&e[0] + &e[1]])?;
+                own = rows(all)?.mm(w)?;
+                h = Tensor::zeros_like(&own)?;
+            }
+            let (factor, out) = (rows(&factors)?, rows(&sums)?);
+            let between = |t: &Tensor| t.unsqueeze(1);
+            let (own, h) = (between(&own)?, between(&h)?);
+            match (after.get(1), &selected) {
+                (Some(c), Some(selected)) => {
+                    let (through, factor) = (factor.narrow(1, count, 1)?, factor.narrow(1, 0, count)?);
+                    Tensor::map_into(&[&factor, &own, &h, &between(c)?, &through, selected], &[], &[&out], |e, _| {
+                        let h = &e[1] + &e[2];
+                        let c = &e[3] + &h * &e[4];
+                        vec![&e[0] * e[5].select(h, c)]
+                    })?
+                }
+                _ => Tensor::map_into(&[&factor, &own, &h], &[], &[&out], |e, _| vec![&e[0] * (&e[1] + &e[2])])?,
+            }
+            let direct = out.select(1, count as isize - 1)?;
+            let through = of_sums(&out)?;
+            let mut before = match step {
+                Step::Lstm => vec![through.mm(&inputs.weight_hh)?, direct],
+                Step::Gru => vec![direct.addmm(&through, &inputs.weight_hh, 1, 1)?],
+                _ => vec![through.mm(&inputs.weight_hh)?],
+            };
+            if at.continued < at.rows {
+                for (t, begun) in before.iter_mut().zip(&mut begun) {
+                    begun.push(t.narrow(0, at.continued, at.rows - at.continued)?);
+                    *t = t.narrow(0, 0, at.continued)?;
+                }
+            }
+            after = before;
+        }
+        let through = of_sums(&sums)?;
+        let weight_hh = through.t()?.mm(&schedule.previous(&states.hidden)?)?;
+        let input_gates = match step {
+            Step::Gru => {
+                let parts = [sums.narrow(1, 0, 2)?, sums.narrow(1, 3, 1)?];
+                Tensor::cat(&parts, 1)?.reshape([total, gates * size])?
+            }
+            _ => through.shallow_clone(),
+        };
+        let whole = |mut parts: Vec<Tensor>| -> Result<Tensor> {
+            parts.reverse();
+            if parts.len() == 1 { Ok(parts.remove(0)) } else { Tensor::cat(&parts, 0) }
+        };
+        debug_assert!(begun.iter().all(|parts| parts.iter().map(|t| t.shape().dims()[0]).sum::<usize>() == n));
+        let weight_hr = match (&projected, &states.gates[..], &states.cell) {
+            (Some(all), [_, _, _, o], Some(cell)) => {
+                let cell = cell.narrow(0, schedule.states_start(), total)?;
+                Some(all.t()?.mm(&Tensor::map(&[o, &cell], |e| &e[0] * e[1].tanh())?)?)
+            }
+            _ => None,
+        };
+        Ok(Inputs {
+            gates: input_gates,
+            weight_hh,
+            states: begun.into_iter().map(whole).collect::<Result<_>>()?,
+            bias_hh: inputs.bias_hh.as_ref().map(|_| through.sum(0, false)).transpose()?,
+            weight_hr,
+        })
+    }
+
+    /// The gradients of what was given, as recorded operations.
+    fn recorded_gradients(&self, given: &[Tensor], grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        // Views: what is asked for are gradients of these, and hooks of the tensors themselves are for others to call.
+        let views = given.iter().map(|t| t.narrow(0, 0, t.shape().dims()[0])).collect::<Result<Vec<_>>>()?;
+        let Inputs { gates, weight_hh, states, bias_hh, weight_hr } = self.inputs(&views);
+        let cell = Cell { weight_ih: gates.shallow_clone(), weight_hh, bias_ih: None, bias_hh, weight_hr };
+        let (hidden, last) = composed(self.step, &cell, &gates, &self.schedule, states)?;
+        let result = Pass::packed(hidden, last.into_iter().nth(1))?;
+        let wanted: Vec<&Tensor> = views.iter().filter(|t| t.requires_grad()).collect();
+        let options =
+            GradOptions { grad_outputs: &[grad], create_graph: true, allow_unused: true, ..GradOptions::default() };
+        let mut gradients = grad_with_options(&[&result], &wanted, options)?.into_iter();
+        Ok(views.iter().map(|t| if t.requires_grad() { gradients.next().flatten() } else { None }).collect())
+    }
+}
+
+impl CustomOp for Pass {
+    fn name(&self) -> &'static str {
+        match self.step {
+            Step::Tanh => "rnn_tanh",
+            Step::Relu => "rnn_relu",
+            Step::Lstm => "lstm",
+            Step::Gru => "gru",
+        }
+    }
+
+    fn forward(&self, ctx: &mut OpContext, inputs: &[&Tensor]) -> Result<Tensor> {
+        let tracked = (0..inputs.len()).any(|i| ctx.needs_input_grad(i));
+        let given: Vec<Tensor> = inputs.iter().map(|t| t.shallow_clone()).collect();
+        let states = self.states(&self.inputs(&given), tracked)?;
+        let own = |t: &Tensor| t.narrow(0, self.schedule.states_start(), self.schedule.total());
+        if tracked {
+            let kept = [&states.hidden].into_iter().chain(&states.cell).chain(&states.gates);
+            ctx.save_for_backward(&inputs.iter().copied().chain(kept).collect::<Vec<_>>());
+        }
+        let cell = states.cell.as_ref().map(|t| self.schedule.last(&own(t)?)).transpose()?;
+        Pass::packed(own(&states.hidden)?, cell)
+    }
+
+    fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        let saved = ctx.saved_tensors()?;
+        let count = 2 + self.step.states() + usize::from(self.biased) + usize::from(self.projected);
+        let (given, kept) = saved.split_at(count);
+        if is_grad_enabled() {
+            return self.recorded_gradients(given, grad);
+        }
+        let inputs = self.inputs(given);
+        let cells = self.step.states() - 1;
+        let states = States {
+            hidden: kept[0].shallow_clone(),
+            cell: kept[1..1 + cells].first().map(Tensor::shallow_clone),
+            gates: kept[1 + cells..].iter().map(Tensor::shallow_clone).collect(),
+        };
+        let (total, n) = (self.schedule.total(), self.schedule.sequences());
+        let gradients = match &inputs.states[..] {
+            [h, c] => {
+                let [output, size] = [h, c].map(|t| t.shape().dims()[1]);
+                let hidden = grad.narrow(0, 0, total * output)?.reshape([total, output])?;
+                let cell = grad.narrow(0, total * output, n * size)?.reshape([n, size])?;
+                self.gradients(&inputs, &states, &hidden, Some(&cell))?
+            }
+            _ => self.gradients(&inputs, &states, grad, None)?,
+        };
+        Ok(gradients.into_list().into_iter().map(Some).collect())
+    }
+
+    fn differentiable_twice(&self) -> bool {
+        true
+    }
+}
