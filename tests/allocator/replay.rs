@@ -236,7 +236,7 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
     let late = folder.path().join("d.pickle");
     std::fs::write(&late, snapshot.to_pickle().unwrap()).unwrap();
 
-    let rows = json(&[file, &csv, &pickle, &plain, &late], &["--plan", "--backend", "all"]);
+    let rows = json(&[file, &csv, &pickle, &plain, &late], &["--plan", "--plan-seconds", "600", "--backend", "all"]);
     assert_eq!(rows.len(), 15);
     for (row, ours) in rows[3..].iter().zip(rows[..3].iter().cycle()) {
         for key in KEYS.iter().filter(|key| !["trace", "ns_per_pair"].contains(key)) {

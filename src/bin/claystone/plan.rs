@@ -7,12 +7,10 @@ use claystone::storage::plan::{Lifetime, place};
 
 use crate::trace::Trace;
 
-const BUDGET: Duration = Duration::from_secs(1);
-
-/// The bytes of the planned arena, once the plan has been checked.
-pub fn arena(trace: &Trace, alignment: usize) -> Result<u64, String> {
+/// The bytes of the arena that is found within `budget`, once the plan has been checked.
+pub fn arena(trace: &Trace, alignment: usize, budget: Duration) -> Result<u64, String> {
     let lifetimes = trace.lifetimes();
-    let placement = place(&lifetimes, alignment as u64, BUDGET);
+    let placement = place(&lifetimes, alignment as u64, budget);
     check(&lifetimes, &placement.offsets, placement.arena, alignment as u64)?;
     Ok(placement.arena)
 }

@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use clap::ValueEnum;
 use claystone::Device;
@@ -73,9 +74,12 @@ pub struct Args {
     /// Alignment of blocks on the simulated device, a power of two [default: 512]
     #[arg(long, value_name = "BYTES", value_parser = alignment)]
     alignment: Option<usize>,
-    /// Also place the blocks offline, in a search of up to a second, and serve further passes from such a plan
+    /// Also place the blocks offline, in a search of up to --plan-seconds, and serve further passes from such a plan
     #[arg(long)]
     plan: bool,
+    /// How long the search may take; with enough, the plan of a trace is the same on every machine
+    #[arg(long, value_name = "SECONDS", default_value_t = 1, requires = "plan")]
+    plan_seconds: u32,
     /// Also search for the smallest simulated device that survives the passes, to within 0.1 %
     #[arg(long)]
     min_capacity: bool,
@@ -229,7 +233,7 @@ impl Args {
         };
         let planned = match self.plan {
             true => Some(Planned {
-                arena: arena(trace, measured.alignment)?,
+                arena: arena(trace, measured.alignment, Duration::from_secs(self.plan_seconds.into()))?,
                 served: served(&setup, trace, self.passes.unwrap_or(1))?,
             }),
             false => None,
