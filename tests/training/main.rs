@@ -5,6 +5,7 @@ mod common;
 
 mod autocast;
 mod checkpoint;
+mod data;
 mod layers;
 mod optim;
 mod optim_shared;

@@ -1,0 +1,197 @@
+//! Data sets, and batches of them made by worker threads while the device computes.
+//!
+//! A [`Dataset`] gives the item of an index; a [`DataLoader`] goes through it in batches, shuffled or not, and
+//! [`DataLoader::to_device`] brings them over on a stream of its own. What a batch holds does not depend on the number of
+//! workers: each batch is collated in the order of its indices, arrives in its turn, and draws random numbers from a generator of
+//! its own, so that augmentations are repeated to the bit.
+
+mod collate;
+mod loader;
+mod transfer;
+mod workers;
+
+pub use collate::Collate;
+pub use loader::{Batches, DataLoader, DataLoaderConfig};
+pub use transfer::Transfer;
+
+use crate::{Error, Generator, Result, Tensor, with_generator};
+
+/// Items by their index (PyTorch's map-style `torch.utils.data.Dataset`). Workers ask for several at a time.
+///
+/// ```
+/// use claystone::data::{DataLoader, DataLoaderConfig, Dataset};
+/// use claystone::{Device, Result, Tensor};
+///
+/// /// Numbers and whether they are odd.
+/// struct Parity;
+///
+/// impl Dataset for Parity {
+///     type Item = (Tensor, i64);
+///     fn len(&self) -> usize {
+///         10
+///     }
+///     fn get(&self, index: usize) -> Result<(Tensor, i64)> {
+///         Ok((Tensor::full(1, index as f32, Device::Cpu)?, index as i64 % 2))
+///     }
+/// }
+///
+/// let loader = DataLoader::new(Parity, DataLoaderConfig { batch_size: 4, num_workers: 2, ..Default::default() })?;
+/// let mut sizes = Vec::new();
+/// for batch in &loader {
+///     let (numbers, labels) = batch?;
+///     assert_eq!(labels.numel(), numbers.shape().dims()[0]);
+///     sizes.push(numbers.shape().dims().to_vec());
+/// }
+/// assert_eq!(sizes, [[4, 1], [4, 1], [2, 1]]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub trait Dataset: Send + Sync {
+    /// An item: what [`Collate`] makes batches of, such as a pair of a tensor and a label.
+    type Item;
+
+    /// How many items there are.
+    fn len(&self) -> usize;
+
+    /// The item of an index below [`Dataset::len`].
+    ///
+    /// # Errors
+    /// Whatever goes wrong, for example [`Error::invalid`] with the file that cannot be read; a [`DataLoader`] gives it to its caller.
+    fn get(&self, index: usize) -> Result<Self::Item>;
+
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Tensors of the same first size, whose items are vectors of one row of each (PyTorch's `TensorDataset`).
+///
+/// ```
+/// use claystone::data::{Dataset, TensorDataset};
+/// use claystone::{Device, Tensor};
+/// let set = TensorDataset::new(vec![Tensor::eye(3, Device::Cpu)?, Tensor::zeros([3, 2], Device::Cpu)?])?;
+/// assert_eq!(set.len(), 3);
+/// assert_eq!(set.get(1)?[0].to_vec::<f32>()?, [0.0, 1.0, 0.0]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct TensorDataset(Vec<Tensor>);
+
+impl TensorDataset {
+    /// A set of these tensors.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for no tensor, for one without dims, and for first sizes that differ.
+    pub fn new(tensors: Vec<Tensor>) -> Result<TensorDataset> {
+        let op = "TensorDataset::new";
+        let rows = |t: &Tensor| t.shape().dims().first().copied();
+        let Some(first) = tensors.first() else { return Err(Error::invalid(op, "there are no tensors")) };
+        match tensors.iter().find(|t| rows(t).is_none() || rows(t) != rows(first)) {
+            None => Ok(TensorDataset(tensors)),
+            Some(other) => {
+                let shapes = format!("{} and {}", first.shape(), other.shape());
+                Err(Error::invalid(op, format!("the tensors have shapes {shapes}: their first sizes must be the same")))
+            }
+        }
+    }
+}
+
+impl Dataset for TensorDataset {
+    type Item = Vec<Tensor>;
+
+    fn len(&self) -> usize {
+        self.0[0].shape().dims()[0]
+    }
+
+    fn get(&self, index: usize) -> Result<Vec<Tensor>> {
+        self.0.iter().map(|t| t.select(0, index as isize)).collect()
+    }
+}
+
+/// Some items of another set (PyTorch's `Subset`); [`random_split`] makes them.
+#[derive(Debug)]
+pub struct Subset<D> {
+    dataset: D,
+    indices: Vec<usize>,
+}
+
+impl<D: Dataset> Subset<D> {
+    /// The items of these indices, in their order.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an index that the set does not have.
+    pub fn new(dataset: D, indices: Vec<usize>) -> Result<Subset<D>> {
+        match indices.iter().find(|&&i| i >= dataset.len()) {
+            None => Ok(Subset { dataset, indices }),
+            Some(i) => {
+                let reason = format!("index {i} is out of range for a set of {} items", dataset.len());
+                Err(Error::invalid("Subset::new", reason))
+            }
+        }
+    }
+}
+
+impl<D: Dataset> Dataset for Subset<D> {
+    type Item = D::Item;
+
+    fn len(&self) -> usize {
+        self.indices.len()
+    }
+
+    fn get(&self, index: usize) -> Result<D::Item> {
+        self.dataset.get(self.indices[index])
+    }
+}
+
+/// A set that several share is a set: the parts of [`random_split`], or several loaders.
+impl<D: Dataset> Dataset for std::sync::Arc<D> {
+    type Item = D::Item;
+
+    fn len(&self) -> usize {
+        (**self).len()
+    }
+
+    fn get(&self, index: usize) -> Result<D::Item> {
+        (**self).get(index)
+    }
+}
+
+/// Divides a set at random into parts of these lengths, which together are all of it (PyTorch's `random_split`): the same
+/// generator in the same state gives the same parts.
+///
+/// ```
+/// use claystone::data::{Dataset, TensorDataset, random_split};
+/// use claystone::{Device, Generator, Tensor};
+/// let set = TensorDataset::new(vec![Tensor::eye(10, Device::Cpu)?])?;
+/// let parts = random_split(set, &[8, 2], &Generator::new(42))?;
+/// assert_eq!([parts[0].len(), parts[1].len()], [8, 2]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] for lengths with another sum.
+pub fn random_split<D: Dataset>(
+    dataset: D,
+    lengths: &[usize],
+    generator: &Generator,
+) -> Result<Vec<Subset<std::sync::Arc<D>>>> {
+    let (sum, len) = (lengths.iter().fold(0usize, |sum, n| sum.saturating_add(*n)), dataset.len());
+    if sum != len {
+        let reason = format!("the lengths {lengths:?} are {sum} together, and the set has {len} items");
+        return Err(Error::invalid("random_split", reason));
+    }
+    let (order, dataset) = (permutation(len, generator)?, std::sync::Arc::new(dataset));
+    let mut rest = &order[..];
+    let part = |&n: &usize| {
+        let (part, others) = rest.split_at(n);
+        rest = others;
+        Subset::new(dataset.clone(), part.to_vec())
+    };
+    lengths.iter().map(part).collect()
+}
+
+/// The numbers below `n` in an order that the generator draws.
+fn permutation(n: usize, generator: &Generator) -> Result<Vec<usize>> {
+    let order = with_generator(generator, || Tensor::randperm(n, crate::Device::default()))?;
+    Ok(order.to_vec::<i64>()?.into_iter().map(|i| i as usize).collect())
+}
