@@ -1,6 +1,9 @@
 //! Sequences of different lengths through recurrent layers, and cells: against loops in f64 over each sequence alone, and
 //! against PyTorch.
 
+#[path = "../../examples/rnn/model.rs"]
+mod model;
+
 use std::cell::RefCell;
 
 use claystone::autograd::{gradcheck, gradgradcheck};
@@ -9,10 +12,12 @@ use claystone::nn::{
     Gru, GruCell, Linear, Lstm, LstmCell, Module, PackedSequence, Rnn, RnnCell, RnnOptions, StateDict,
     pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence, unpack_sequence, unpad_sequence,
 };
+use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{DType, Device, Error, Result, Tensor, manual_seed};
+use model::{Batch, Classifier};
 use ndarray::{Array3, Ix3, s};
 
-use crate::common::{each_device, f64s, iota, values};
+use crate::common::{alone, each_device, f64s, iota, values};
 use crate::recurrent::{HIDDEN, INPUT, near, reference};
 
 fn three(t: &Tensor) -> Array3<f64> {
@@ -333,5 +338,38 @@ fn results_are_pytorchs() {
         near("lstm_cell.c", &c, 1e-6);
         near("gru_cell.h", &net.gru_cell.run(&first, Some(&state[0])).unwrap(), 1e-6);
         near("rnn_cell.h", &net.rnn_cell.run(&first, Some(&state[0])).unwrap(), 1e-6);
+    });
+}
+
+/// The example `rnn`, tiny.
+#[test]
+fn a_classifier_of_sequences_learns() {
+    // The generator is the process's.
+    if !alone("packed::a_classifier_of_sequences_learns") {
+        return;
+    }
+    each_device(|device| {
+        for dtype in [DType::F32, DType::BF16] {
+            manual_seed(1);
+            let mut net = Classifier::new(16, (dtype, device)).unwrap();
+            let mut adam = AdamW::new(net.parameters_mut(), AdamWConfig { lr: 2e-2, ..Default::default() }).unwrap();
+            let losses: Vec<f64> = (0..80)
+                .map(|_| {
+                    let Batch(symbols, lengths, classes) = Batch::random(32, 6, device).unwrap();
+                    adam.zero_grad();
+                    let logits = net.classify(&symbols, &lengths).unwrap();
+                    let loss = logits.cross_entropy(&classes).unwrap();
+                    loss.backward().unwrap();
+                    adam.step().unwrap();
+                    values(&loss)[0]
+                })
+                .collect();
+            let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
+            let (start, end) = (mean(&losses[..5]), mean(&losses[75..]));
+            assert!(end < 0.5 * start, "{start} to {end} on {device} in {dtype}");
+        }
+        let net = Classifier::new(16, device).unwrap();
+        let symbols = Batch::random(3, 5, device).unwrap().0;
+        assert_eq!(net.forward(&symbols).unwrap().shape().dims(), [3, 4]);
     });
 }
