@@ -115,8 +115,8 @@ impl StateDict {
     pub fn from_parts(parts: &[(&str, &dyn Stateful)]) -> Result<StateDict> {
         let mut all = StateDict::new();
         for (i, (name, part)) in parts.iter().enumerate() {
-            let others = parts.iter().enumerate().filter(|(j, _)| *j != i);
-            if let Some((_, (other, _))) = others.into_iter().find(|(_, (other, _))| stripped(name, other).is_some()) {
+            let clash = parts.iter().enumerate().find(|(j, (other, _))| *j != i && stripped(name, other).is_some());
+            if let Some((_, (other, _))) = clash {
                 let reason = format!("part {} is below part {}: give it another name", Excerpt(name), Excerpt(other));
                 return Err(Error::invalid("StateDict::from_parts", reason));
             }
@@ -181,17 +181,18 @@ fn unnamed(tensor: Tensor) -> StateDict {
     [(String::new(), tensor)].into_iter().collect()
 }
 
-/// Numbers, each as a tensor of one element: its type, the tensor's, and both conversions.
+/// Numbers, each as a tensor of one element: its type, the element's, and both conversions.
 macro_rules! numbers {
-    ($($type:ty: $element:ty, $to:expr, $from:expr;)*) => { $(
+    ($($type:ty: $element:ty, $number:ident => $to:expr, $value:ident => $from:expr;)*) => { $(
         impl Stateful for $type {
             fn state_dict(&self) -> Result<StateDict> {
-                let value: $element = $to(*self);
-                Ok(unnamed(Tensor::full((), value, (<$element as Element>::DTYPE, Device::default()))?))
+                let $number = *self;
+                Ok(unnamed(Tensor::full((), $to, (<$element as Element>::DTYPE, Device::default()))?))
             }
 
             fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-                *self = $from(value::<$element>(state)?);
+                let $value = value::<$element>(state)?;
+                *self = $from;
                 Ok(())
             }
         }
@@ -200,13 +201,13 @@ macro_rules! numbers {
 
 // There are no unsigned tensors of 64 bits: the bits are kept as they are.
 numbers! {
-    f64: f64, |x| x, |x| x;
-    f32: f32, |x| x, |x| x;
-    i64: i64, |x| x, |x| x;
-    i32: i32, |x| x, |x| x;
-    u64: i64, |x| x as i64, |x| x as u64;
-    usize: i64, |x| x as i64, |x| x as usize;
-    bool: bool, |x| x, |x| x;
+    f64: f64, x => x, x => x;
+    f32: f32, x => x, x => x;
+    i64: i64, x => x, x => x;
+    i32: i32, x => x, x => x;
+    u64: i64, x => x as i64, x => x as u64;
+    usize: i64, x => x as i64, x => x as usize;
+    bool: bool, x => x, x => x;
 }
 
 impl Stateful for Vec<f64> {

@@ -9,6 +9,7 @@ mod attention;
 mod averaged;
 mod conv;
 mod embedding;
+mod forward;
 pub mod functional;
 pub mod init;
 mod linear;
@@ -17,6 +18,7 @@ mod part;
 mod pool;
 mod rnn;
 mod sequential;
+mod summary;
 
 use crate::io::Stateful;
 pub use crate::io::{IncompatibleKeys, StateDict};
@@ -24,6 +26,7 @@ pub use attention::{AttentionMasks, MultiheadAttention};
 pub use averaged::AveragedModel;
 pub use conv::{Conv1d, Conv2d, ConvTranspose2d};
 pub use embedding::Embedding;
+pub use forward::Forward;
 pub use linear::{Activation, Linear};
 pub use norm::{BatchNorm, BatchNorm1d, BatchNorm2d, GroupNorm, LayerNorm, RmsNorm};
 
@@ -36,12 +39,13 @@ pub use rnn::{
     pad_packed_sequence, pad_sequence, unpack_sequence, unpad_sequence,
 };
 pub use sequential::{Dropout, Dropout2d, Func, Sequential, func};
+pub use summary::{LayerSummary, Summary, summary};
 
 use std::collections::HashSet;
 
-use crate::{DType, Device, Result, Tensor, for_each_part, no_grad};
+use crate::{DType, Device, Error, Result, Tensor, for_each_part, no_grad};
 
-/// A layer or a network: a function of one tensor with parameters.
+/// A layer or a network: a function of one tensor with parameters. [`Forward`] is for other inputs.
 ///
 /// ```
 /// use claystone::nn::{Conv2d, Linear, Module};
@@ -68,14 +72,20 @@ use crate::{DType, Device, Result, Tensor, for_each_part, no_grad};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub trait Module: Send + Sync {
-    /// The result for a batch `x`; recorded where parameters or `x` require gradients.
+    /// The result for a batch `x`; recorded where parameters or `x` require gradients. A module of several inputs or of a state
+    /// leaves this out: see [`Forward`].
     ///
     /// # Errors
-    /// Those of the operations inside: shapes, dtypes and devices that do not go together, memory.
-    fn forward(&self, x: &Tensor) -> Result<Tensor>;
+    /// Those of the operations inside: shapes, dtypes and devices that do not go together, memory. [`crate::Error::Invalid`]
+    /// for a module that is no function of one tensor.
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _ = x;
+        let reason = "it is no function of one tensor: use Forward::call, or a method of its own";
+        Err(Error::invalid(self.type_name(), reason))
+    }
 
     /// Calls `visitor` with each tensor of the module in order: its name after `prefix`, what it is, and itself.
-    /// [`parts!`](crate::parts) writes this and the next two.
+    /// [`parts!`](crate::parts) writes this and the next three.
     fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor));
 
     /// [`Module::visit`] for who changes the tensors.
@@ -84,6 +94,11 @@ pub trait Module: Send + Sync {
     /// Switches between training and evaluation what behaves differently in the two (PyTorch's `train(mode)`); most layers do
     /// not.
     fn set_training(&self, training: bool);
+
+    /// Calls `visitor` with each module inside of this one, each before those inside of it, and with its name after `prefix`.
+    fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+        let _ = (prefix, visitor);
+    }
 
     /// Switches to training (PyTorch's `train()`), which is what modules start in.
     fn train(&self) {
@@ -127,6 +142,21 @@ pub trait Module: Send + Sync {
         let mut out = Vec::new();
         self.visit(prefix, &mut |name, role, t| out.extend((role == Role::Buffer).then_some((name, t))));
         out
+    }
+
+    /// The modules inside of this one, each before those inside of it, with their names (PyTorch's `named_modules`, without the
+    /// module itself).
+    fn named_modules(&self, prefix: &str) -> Vec<(String, &dyn Module)> {
+        let mut out = Vec::new();
+        self.visit_modules(prefix, &mut |name, module| out.push((name, module)));
+        out
+    }
+
+    /// The name of its type, such as `Linear`.
+    fn type_name(&self) -> &'static str {
+        let path = std::any::type_name::<Self>();
+        let path = path.split('<').next().unwrap_or(path);
+        path.rsplit("::").next().unwrap_or(path)
     }
 
     /// How many numbers the parameters hold.
@@ -287,5 +317,13 @@ impl<M: Module + ?Sized> Module for Box<M> {
 
     fn set_training(&self, training: bool) {
         (**self).set_training(training);
+    }
+
+    fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+        (**self).visit_modules(prefix, visitor);
+    }
+
+    fn type_name(&self) -> &'static str {
+        (**self).type_name()
     }
 }

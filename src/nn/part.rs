@@ -25,6 +25,11 @@ pub trait Part {
 
     /// [`Module::set_training`] of the field.
     fn switch(&self, training: bool);
+
+    /// [`Module::visit_modules`] of the field, and the field itself where it is a module.
+    fn show_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+        let _ = (name, visitor);
+    }
 }
 
 /// Writes what a [`Module`] is made of, from the names of its fields: `parts!(conv, norm, fc);` inside of the `impl`.
@@ -49,6 +54,11 @@ macro_rules! parts {
         fn set_training(&self, training: bool) {
             let _ = training;
             $($crate::nn::Part::switch(&self.$field, training);)*
+        }
+
+        fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn $crate::nn::Module)) {
+            let _ = (prefix, &visitor);
+            $($crate::nn::Part::show_modules(&self.$field, &$crate::nn::joined(prefix, stringify!($field)), visitor);)*
         }
     };
 }
@@ -123,6 +133,11 @@ impl<M: Module> Part for M {
     fn switch(&self, training: bool) {
         self.set_training(training);
     }
+
+    fn show_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+        visitor(name.to_string(), self);
+        self.visit_modules(name, visitor);
+    }
 }
 
 impl<P: Part> Part for Vec<P> {
@@ -137,6 +152,10 @@ impl<P: Part> Part for Vec<P> {
     fn switch(&self, training: bool) {
         self.iter().for_each(|part| part.switch(training));
     }
+
+    fn show_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+        self.iter().enumerate().for_each(|(i, part)| part.show_modules(&joined(name, &i.to_string()), visitor));
+    }
 }
 
 impl<P: Part> Part for Option<P> {
@@ -150,5 +169,9 @@ impl<P: Part> Part for Option<P> {
 
     fn switch(&self, training: bool) {
         self.iter().for_each(|part| part.switch(training));
+    }
+
+    fn show_modules<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+        self.iter().for_each(|part| part.show_modules(name, visitor));
     }
 }

@@ -48,6 +48,10 @@ impl Module for Sequential {
     fn set_training(&self, training: bool) {
         self.layers.switch(training);
     }
+
+    fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+        self.layers.show_modules(prefix, visitor);
+    }
 }
 
 /// A function as a layer: see [`func`].

@@ -85,7 +85,7 @@ impl<R: Rule> Fused<R> {
     /// use claystone::Device;
     /// use claystone::nn::{LayerNorm, Linear, Module, Sequential};
     /// use claystone::optim::{AdamW, AdamWConfig, Optimizer};
-    /// let mut net = Sequential::new().push(Linear::new(4, 4, Device::Cpu)?).push(LayerNorm::new(4, Device::Cpu)?);
+    /// let mut net = Sequential::new().push(Linear::new(4, 4, Device::Cpu)?).push(LayerNorm::new(&[4], Device::Cpu)?);
     /// let adamw = AdamW::grouped(net.named_parameters_mut(""), |name, p| {
     ///     // Biases and norms are not decayed, and the last layer learns faster.
     ///     let weight_decay = if p.rank() < 2 { 0.0 } else { 0.01 };

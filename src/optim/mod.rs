@@ -102,23 +102,25 @@ pub trait Optimizer {
 
 /// Parts of a checkpoint, by methods that the types have already.
 macro_rules! stateful {
-    ($([$($generics:tt)*] $type:ty: $state_dict:expr, $load_state_dict:expr;)*) => { $(
+    ($([$($generics:tt)*] $type:ty: $methods:ident, $this:ident => $inner:expr, $inner_mut:expr;)*) => { $(
         impl<$($generics)*> Stateful for $type {
             fn state_dict(&self) -> Result<StateDict> {
-                $state_dict(self)
+                let $this = self;
+                $methods::state_dict($inner)
             }
 
             fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-                $load_state_dict(self, state)
+                let $this = self;
+                $methods::load_state_dict($inner_mut, state)
             }
         }
     )* };
 }
 
 stateful! {
-    [R: Rule] Fused<R>: Optimizer::state_dict, Optimizer::load_state_dict;
-    [] Box<dyn Optimizer>: |o: &Self| Optimizer::state_dict(&**o), |o: &mut Self, s| Optimizer::load_state_dict(&mut **o, s);
-    [] Scheduler: Scheduler::state_dict, Scheduler::load_state_dict;
-    [] ReduceLrOnPlateau: ReduceLrOnPlateau::state_dict, ReduceLrOnPlateau::load_state_dict;
-    [] GradScaler: GradScaler::state_dict, GradScaler::load_state_dict;
+    [R: Rule] Fused<R>: Optimizer, this => this, this;
+    [] Box<dyn Optimizer>: Optimizer, this => &**this, &mut **this;
+    [] Scheduler: Scheduler, this => this, this;
+    [] ReduceLrOnPlateau: ReduceLrOnPlateau, this => this, this;
+    [] GradScaler: GradScaler, this => this, this;
 }

@@ -7,6 +7,7 @@ mod autocast;
 mod checkpoint;
 mod data;
 mod layers;
+mod modules;
 mod optim;
 mod optim_shared;
 mod packed;

@@ -1,0 +1,125 @@
+//! A module's layers and how many parameters they have, as a table.
+
+use std::fmt;
+
+use super::Module;
+use crate::Shape;
+
+/// What a module is made of: a line for each module inside, and totals. Printed, it is a table.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Summary {
+    /// The module itself, and below it those inside, in order.
+    pub layers: Vec<LayerSummary>,
+    /// How many numbers the parameters hold; one that is tied to another counts once.
+    pub parameters: usize,
+    /// How many of these are trained: the others were frozen with `requires_grad_(false)`.
+    pub trainable: usize,
+    /// How many numbers the buffers hold.
+    pub buffers: usize,
+    /// How many bytes parameters and buffers take.
+    pub nbytes: usize,
+}
+
+/// A line of a [`Summary`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerSummary {
+    /// The name by which its parameters are known; empty for the module itself.
+    pub name: String,
+    /// Its type, such as `Linear`.
+    pub type_name: &'static str,
+    /// How many modules it is inside of.
+    pub depth: usize,
+    /// Names and shapes of the parameters that are its own, and not of a module inside.
+    pub shapes: Vec<(String, Shape)>,
+    /// How many numbers its parameters hold, with those of the modules inside.
+    pub parameters: usize,
+}
+
+/// What a module is made of, as `torchinfo` and Keras print it.
+///
+/// ```
+/// use claystone::Device;
+/// use claystone::nn::{Activation, BatchNorm1d, Linear, Sequential, summary};
+/// let net = Sequential::new()
+///     .push(Linear::new(64, 128, Device::Cpu)?.with_activation(Activation::Relu))
+///     .push(BatchNorm1d::new(128, Device::Cpu)?)
+///     .push(Linear::new(128, 10, Device::Cpu)?);
+/// let table = "\
+/// layer  type        shapes of parameters          parameters
+/// -----------------------------------------------------------
+/// .      Sequential                                     9,866
+///   0    Linear      weight [128, 64], bias [128]       8,320
+///   1    BatchNorm   weight [128], bias [128]             256
+///   2    Linear      weight [10, 128], bias [10]        1,290
+/// -----------------------------------------------------------
+/// 9,866 parameters, 9,866 of them trainable; 257 numbers in buffers; 40,496 bytes
+/// ";
+/// assert_eq!(summary(&net).to_string(), table);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub fn summary(module: &dyn Module) -> Summary {
+    let mut modules = vec![(String::new(), module)];
+    modules.extend(module.named_modules(""));
+    let layer = |(name, module): &(String, &dyn Module)| {
+        let inside = module.named_modules("");
+        let is_own = |parameter: &str| !inside.iter().any(|(child, _)| below(parameter, child));
+        let own = module.named_parameters("").into_iter().filter(|(parameter, _)| is_own(parameter));
+        let around = modules.iter().filter(|(other, _)| other != name && below(name, other));
+        LayerSummary {
+            name: name.clone(),
+            type_name: module.type_name(),
+            depth: around.count(),
+            shapes: own.map(|(parameter, t)| (parameter, t.shape().clone())).collect(),
+            parameters: module.parameter_count(),
+        }
+    };
+    let (parameters, buffers) = (module.parameters(), module.named_buffers(""));
+    let tensors = || parameters.iter().copied().chain(buffers.iter().map(|(_, t)| *t));
+    Summary {
+        layers: modules.iter().map(layer).collect(),
+        parameters: module.parameter_count(),
+        trainable: parameters.iter().filter(|p| p.requires_grad()).map(|p| p.numel()).sum(),
+        buffers: buffers.iter().map(|(_, t)| t.numel()).sum(),
+        nbytes: tensors().map(|t| t.numel() * t.dtype().size()).sum(),
+    }
+}
+
+/// Whether the name is of something inside the module of name `module`.
+fn below(name: &str, module: &str) -> bool {
+    module.is_empty() || name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shapes = |l: &LayerSummary| l.shapes.iter().map(|(n, s)| format!("{n} {s}")).collect::<Vec<_>>().join(", ");
+        let name = |l: &LayerSummary| format!("{}{}", "  ".repeat(l.depth), if l.depth == 0 { "." } else { &l.name });
+        let line = |l: &LayerSummary| [name(l), l.type_name.to_string(), shapes(l), grouped(l.parameters)];
+        let head = ["layer", "type", "shapes of parameters", "parameters"].map(String::from);
+        let rows: Vec<[String; 4]> = std::iter::once(head).chain(self.layers.iter().map(line)).collect();
+        let [a, b, c, d] = [0, 1, 2, 3].map(|i| rows.iter().map(|r| r[i].chars().count()).max().unwrap_or_default());
+        let rule = "-".repeat(a + b + c + d + 6);
+        for (i, [name, type_name, shapes, parameters]) in rows.iter().enumerate() {
+            writeln!(f, "{name:a$}  {type_name:b$}  {shapes:c$}  {parameters:>d$}")?;
+            if i == 0 {
+                writeln!(f, "{rule}")?;
+            }
+        }
+        writeln!(f, "{rule}")?;
+        let (all, trainable, buffers) = (grouped(self.parameters), grouped(self.trainable), grouped(self.buffers));
+        writeln!(
+            f,
+            "{all} parameters, {trainable} of them trainable; {buffers} numbers in buffers; {} bytes",
+            grouped(self.nbytes)
+        )
+    }
+}
+
+/// With a comma before each three digits.
+fn grouped(n: usize) -> String {
+    let digits = n.to_string();
+    let comma = |(i, digit): (usize, char)| {
+        let before = if i > 0 && (digits.len() - i).is_multiple_of(3) { "," } else { "" };
+        format!("{before}{digit}")
+    };
+    digits.chars().enumerate().map(comma).collect()
+}
