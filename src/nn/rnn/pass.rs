@@ -207,11 +207,12 @@ impl Pass {
         let hidden = own(&states.hidden)?;
         let of = |inputs: &[&Tensor], count: usize, f: &dyn Fn(&[Expr], usize) -> Expr| -> Result<Tensor> {
             let [rows, size] = [inputs[0].shape().dims()[0], inputs[0].shape().dims()[1]];
-            let all = Tensor::empty([rows, count, size], inputs[0])?;
+            // Each factor in one piece: rows written with gaps between them take longer.
+            let all = Tensor::empty([count, rows, size], inputs[0])?;
             for k in 0..count {
-                Tensor::map_into(inputs, &[], &[&all.select(1, k as isize)?], |e, _| vec![f(e, k)])?;
+                Tensor::map_into(inputs, &[], &[&all.select(0, k as isize)?], |e, _| vec![f(e, k)])?;
             }
-            Ok(all)
+            all.transpose(0, 1)
         };
         let one = || Expr::constant(1.0);
         let sigmoid = |y: &Expr| y * (one() - y);
