@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::ffi::c_void;
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, RwLock};
 
@@ -18,7 +18,7 @@ use super::driver::opencl::OpenCl;
 use super::driver::staging::{self, PinnedBytes};
 use super::import::{Foreign, Imported};
 use super::registry::{self, Current};
-use super::{captured, scope};
+use super::{captured, image_pool, scope};
 use crate::device::{Stream, capture, profiler};
 use crate::{Device, Element, Error, Result};
 
@@ -456,8 +456,14 @@ fn record_change(allocator: &dyn Allocator, bytes: i64) {
     if (allocator as &dyn Any).is::<Imported>() {
         return; // not counted when it came, either
     }
-    profiler::memory(allocator.device(), bytes, || {
-        let stats = allocator.stats();
+    let device = allocator.device();
+    profiler::memory(device, bytes, || {
+        // Images are counted with the buffers of their device, as in `memory_stats`.
+        let stats = match image_pool::existing_pool(device) {
+            Some(images) if ptr::addr_eq(allocator, &*images) => device.memory_stats().unwrap_or_default(),
+            Some(images) => allocator.stats().plus(&images.stats()),
+            None => allocator.stats(),
+        };
         [stats.allocated_bytes.current, stats.reserved_bytes.current]
     });
 }

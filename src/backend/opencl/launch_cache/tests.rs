@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use crate::backend::opencl::launch_cache::*;
 use crate::device::opencl;
 use crate::device::opencl::Knob;
+use crate::storage::{MemoryMode, with_memory_mode};
 
 /// Launches that this thread has kept so far.
 fn kept() -> usize {
@@ -90,6 +91,11 @@ fn assert_close(what: &str, got: &Tensor, right: &Tensor) {
     }
 }
 
+/// With buffers, whose launches are prepared and kept, whatever the environment says of images.
+fn buffers<R>(f: impl FnOnce() -> R) -> R {
+    with_memory_mode(MemoryMode::Buffer, f)
+}
+
 /// One after another, so that a launch which was looked up wrongly would give another one's results.
 #[test]
 fn repeated_calls_are_prepared_once() {
@@ -97,18 +103,20 @@ fn repeated_calls_are_prepared_once() {
     for device in devices() {
         // A thread of its own, whose table has room for all.
         let rounds = std::thread::spawn(move || {
-            let (right, operands) = (Operands::new(Device::Cpu).unwrap(), Operands::new(device).unwrap());
-            for round in 0..3 {
-                for (name, case) in &CASES {
-                    let before = kept();
-                    let got = case(&operands).unwrap();
-                    let prepared = kept() - before;
-                    assert_eq!(prepared > 0, round == 0, "{name} on {device}, round {round}: {prepared} prepared");
-                    assert_close(&format!("{name} on {device}"), &got, &case(&right).unwrap());
+            buffers(|| {
+                let (right, operands) = (Operands::new(Device::Cpu).unwrap(), Operands::new(device).unwrap());
+                for round in 0..3 {
+                    for (name, case) in &CASES {
+                        let before = kept();
+                        let got = case(&operands).unwrap();
+                        let prepared = kept() - before;
+                        assert_eq!(prepared > 0, round == 0, "{name} on {device}, round {round}: {prepared} prepared");
+                        assert_close(&format!("{name} on {device}"), &got, &case(&right).unwrap());
+                    }
                 }
-            }
-            let Operands { x, y, row, labels } = &operands;
-            assert!([x, y, row, labels].iter().all(|t| t.storage.is_unique()));
+                let Operands { x, y, row, labels } = &operands;
+                assert!([x, y, row, labels].iter().all(|t| t.storage.is_unique()));
+            })
         });
         rounds.join().unwrap();
     }
@@ -117,65 +125,73 @@ fn repeated_calls_are_prepared_once() {
 #[test]
 fn only_how_a_tensor_is_aligned_counts() {
     let _alone = alone();
-    let right = Operands::new(Device::Cpu).unwrap();
-    for device in devices() {
-        let operands = Operands::new(device).unwrap();
-        type Of = fn(&Tensor) -> Result<Tensor>;
-        let of: [(&str, Of); 4] = [
-            ("exp", |t| t.exp()),
-            ("sum", |t| t.sum(0, false)),
-            ("flipped sum", |t| t.flip([0, 1])?.sum(1, false)),
-            ("matmul", |t| t.matmul(t)),
-        ];
-        for (name, f) in of {
-            for (start, new) in [(3, true), (3 + ALIGNED, false), (3 + 9 * ALIGNED, false), (4, true), (20, false)] {
-                let before = kept();
-                let got = f(&operands.from(start).unwrap()).unwrap();
-                assert_eq!(kept() > before, new, "{name} from {start} on, on {device}");
-                assert_close(
-                    &format!("{name} from {start} on, on {device}"),
-                    &got,
-                    &f(&right.from(start).unwrap()).unwrap(),
-                );
+    buffers(|| {
+        let right = Operands::new(Device::Cpu).unwrap();
+        for device in devices() {
+            let operands = Operands::new(device).unwrap();
+            type Of = fn(&Tensor) -> Result<Tensor>;
+            let of: [(&str, Of); 4] = [
+                ("exp", |t| t.exp()),
+                ("sum", |t| t.sum(0, false)),
+                ("flipped sum", |t| t.flip([0, 1])?.sum(1, false)),
+                ("matmul", |t| t.matmul(t)),
+            ];
+            for (name, f) in of {
+                for (start, new) in [(3, true), (3 + ALIGNED, false), (3 + 9 * ALIGNED, false), (4, true), (20, false)]
+                {
+                    let before = kept();
+                    let got = f(&operands.from(start).unwrap()).unwrap();
+                    assert_eq!(kept() > before, new, "{name} from {start} on, on {device}");
+                    assert_close(
+                        &format!("{name} from {start} on, on {device}"),
+                        &got,
+                        &f(&right.from(start).unwrap()).unwrap(),
+                    );
+                }
             }
         }
-    }
+    });
 }
 
 /// A storage that is read while it is written is only like another one that is.
 #[test]
 fn in_place_is_another_launch() {
     let _alone = alone();
-    for device in devices() {
-        let (a, b) = (sevenths(100, device).unwrap(), sevenths(100, device).unwrap());
-        let sum = a.add(&b).unwrap();
-        let before = kept();
-        a.add_(&b).unwrap();
-        assert_eq!(kept(), before + 1);
-        assert!(a.equal(&sum).unwrap());
-        let (early, late) = (a.narrow(0, 0, 64).unwrap(), a.narrow(0, 32, 64).unwrap());
-        let right = early.add(&late).unwrap();
-        late.add_(&early).unwrap();
-        assert!(late.equal(&right).unwrap(), "overlapping views on {device}");
-    }
+    buffers(|| {
+        for device in devices() {
+            let (a, b) = (sevenths(100, device).unwrap(), sevenths(100, device).unwrap());
+            let sum = a.add(&b).unwrap();
+            let before = kept();
+            a.add_(&b).unwrap();
+            assert_eq!(kept(), before + 1);
+            assert!(a.equal(&sum).unwrap());
+            let (early, late) = (a.narrow(0, 0, 64).unwrap(), a.narrow(0, 32, 64).unwrap());
+            let right = early.add(&late).unwrap();
+            late.add_(&early).unwrap();
+            assert!(late.equal(&right).unwrap(), "overlapping views on {device}");
+        }
+    });
 }
 
 #[test]
 fn a_thread_knows_so_many_at_most() {
     let _alone = alone();
-    let Some(device) = devices().next() else { return };
-    let before = kept();
-    for n in 1..=2 * SETS * WAYS {
-        let x = sevenths(n, Device::Cpu).unwrap().to_device(device).unwrap();
-        drop(x.neg().unwrap());
-    }
-    assert_eq!(kept() - before, 2 * SETS * WAYS);
-    let known = TABLE.with_borrow(|table| (table.slots.len(), table.slots.iter().flat_map(|(_, known)| known).count()));
-    assert_eq!(known.0, SETS * WAYS);
-    assert!(known.1 > SETS * WAYS / 2, "places are used: {known:?}");
-    let again = kept();
-    drop(sevenths(2 * SETS * WAYS, device).unwrap().neg().unwrap());
-    assert_eq!(kept(), again, "the latest is known");
+    buffers(|| {
+        let Some(device) = devices().next() else { return };
+        let before = kept();
+        for n in 1..=2 * SETS * WAYS {
+            let x = sevenths(n, Device::Cpu).unwrap().to_device(device).unwrap();
+            drop(x.neg().unwrap());
+        }
+        assert_eq!(kept() - before, 2 * SETS * WAYS);
+        let known =
+            TABLE.with_borrow(|table| (table.slots.len(), table.slots.iter().flat_map(|(_, known)| known).count()));
+        assert_eq!(known.0, SETS * WAYS);
+        assert!(known.1 > SETS * WAYS / 2, "places are used: {known:?}");
+        let again = kept();
+        drop(sevenths(2 * SETS * WAYS, device).unwrap().neg().unwrap());
+        assert_eq!(kept(), again, "the latest is known");
+    });
 }
 
 /// On every thread.
@@ -187,12 +203,14 @@ fn a_parameter_that_changes_is_looked_at() {
         let cl = opencl::open(index).unwrap();
         let ((go, calls), (say, counts)) = (mpsc::channel::<()>(), mpsc::channel());
         let thread = std::thread::spawn(move || {
-            let x = sevenths(64, device).unwrap();
-            while calls.recv().is_ok() {
-                let before = kept();
-                drop(x.relu().unwrap());
-                say.send(kept() - before).unwrap();
-            }
+            buffers(|| {
+                let x = sevenths(64, device).unwrap();
+                while calls.recv().is_ok() {
+                    let before = kept();
+                    drop(x.relu().unwrap());
+                    say.send(kept() - before).unwrap();
+                }
+            })
         });
         let call = || {
             go.send(()).unwrap();
