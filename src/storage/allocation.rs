@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::ffi::c_void;
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, RwLock};
 
@@ -458,12 +458,7 @@ fn record_change(allocator: &dyn Allocator, bytes: i64) {
     }
     let device = allocator.device();
     profiler::memory(device, bytes, || {
-        // Images are counted with the buffers of their device, as in `memory_stats`.
-        let stats = match image_pool::existing_pool(device) {
-            Some(images) if ptr::addr_eq(allocator, &*images) => device.memory_stats().unwrap_or_default(),
-            Some(images) => allocator.stats().plus(&images.stats()),
-            None => allocator.stats(),
-        };
+        let stats = image_pool::with_images(allocator);
         [stats.allocated_bytes.current, stats.reserved_bytes.current]
     });
 }

@@ -21,8 +21,7 @@ impl Device {
     /// # Errors
     /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there; likewise below.
     pub fn memory_stats(&self) -> Result<DeviceStats> {
-        let stats = registry::of(*self)?.stats();
-        Ok(self.images().map_or(stats, |images| stats.plus(&images.stats())))
+        Ok(image_pool::with_images(&**registry::of(*self)?))
     }
 
     /// What of [`memory_stats`](Self::memory_stats) is images; all zeros for a device that has none.

@@ -1,5 +1,6 @@
 //! The pool that an OpenCL device has its images from, beside the allocator of its buffers.
 
+use std::ptr;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::allocator::Allocator;
@@ -10,6 +11,7 @@ use super::driver::opencl::OpenCl;
 use super::driver::{At, Driver, Failure, ImageDesc, Marker, Memory, Progress};
 use super::pool::PoolAllocator;
 use super::registry;
+use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
@@ -19,6 +21,15 @@ static POOLS: RwLock<Vec<(Device, Arc<PoolAllocator>)>> = RwLock::new(Vec::new()
 pub(super) fn existing_pool(device: Device) -> Option<Arc<PoolAllocator>> {
     let pools = POOLS.read().unwrap_or_else(PoisonError::into_inner);
     pools.iter().find(|(of, _)| *of == device).map(|(_, pool)| Arc::clone(pool))
+}
+
+/// What an allocator has, with the images of its device, which are counted with the buffers there.
+pub(super) fn with_images(allocator: &dyn Allocator) -> DeviceStats {
+    match existing_pool(allocator.device()) {
+        Some(images) if ptr::addr_eq(allocator, &*images) => allocator.device().memory_stats().unwrap_or_default(),
+        Some(images) => allocator.stats().plus(&images.stats()),
+        None => allocator.stats(),
+    }
 }
 
 /// The pool of a device's images; `None` for a device without.
