@@ -7,7 +7,7 @@
 
 use super::composed::composed;
 use super::schedule::{Schedule, TimeStep};
-use super::step::{Cell, Step};
+use super::step::{Cell, Step, gru, lstm_cell, lstm_gates};
 use crate::autograd::{CustomOp, GradOptions, OpContext, grad_with_options};
 use crate::{Error, Expr, Result, Tensor, is_grad_enabled};
 
@@ -156,9 +156,9 @@ impl Pass {
                     let read: Vec<&Tensor> = sums.iter().chain([&c]).collect();
                     let written: Vec<&Tensor> = [inside, &next].into_iter().chain(&kept).collect();
                     Tensor::map_into(&read, &[], &written, |e, _| {
-                        let [i, f, o] = [0, 1, 3].map(|k| e[k].sigmoid());
-                        let g = e[2].tanh();
-                        let c = &f * &e[4] + &i * &g;
+                        let (gates, o) = (lstm_gates(&e[..3]), e[3].sigmoid());
+                        let c = lstm_cell(&gates, &e[4]);
+                        let [i, f, g] = gates;
                         [&o * c.tanh(), c, i, f, g, o].into_iter().take(2 + kept.len()).collect()
                     })?;
                     if let (Some(inside), Some(w)) = (&projected, &inputs.weight_hr) {
@@ -170,10 +170,7 @@ impl Pass {
                     let read: Vec<&Tensor> = x.iter().chain(&z).chain([&h]).collect();
                     let written: Vec<&Tensor> = [&out].into_iter().chain(&kept).collect();
                     Tensor::map_into(&read, &[], &written, |e, _| {
-                        let (reset, update) = ((&e[0] + &e[3]).sigmoid(), (&e[1] + &e[4]).sigmoid());
-                        let new = (&e[2] + &reset * &e[5]).tanh();
-                        let next = &new + &update * (&e[6] - &new);
-                        [next, reset, update, new, e[5].clone()].into_iter().take(1 + kept.len()).collect()
+                        gru(e).into_iter().chain([e[5].clone()]).take(1 + kept.len()).collect()
                     })?;
                 }
                 _ => {

@@ -62,13 +62,13 @@ impl Schedule {
         self.batch_sizes.first() == self.batch_sizes.last()
     }
 
-    /// Where the states to begin with lie in a tensor that has them beside those of all rows: before them, or after them where the
-    /// direction is reversed, so that those of equally long sequences follow each other.
+    /// The row of the first state to begin with, in a tensor that has those and the states of all rows: before them, or after them
+    /// where the direction is reversed, so that the states of equally long sequences follow each other.
     pub(super) fn initial_start(&self) -> usize {
         if self.reverse { self.total() } else { 0 }
     }
 
-    /// Where the states of all rows lie beside those to begin with.
+    /// The row of the first of all rows' states in that tensor.
     pub(super) fn states_start(&self) -> usize {
         if self.reverse { 0 } else { self.sequences() }
     }

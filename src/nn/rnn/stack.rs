@@ -64,8 +64,8 @@ impl Stack {
         initial: Option<&[&Tensor]>,
     ) -> Result<(Tensor, Vec<Tensor>)> {
         let batched = x.rank() == 3;
-        let turned = batched && self.options.batch_first;
-        let data = if turned { x.transpose(0, 1)? } else { x.shallow_clone() };
+        let batch_first = batched && self.options.batch_first;
+        let data = if batch_first { x.transpose(0, 1)? } else { x.shallow_clone() };
         let data = if batched { data } else { data.unsqueeze(1)? };
         let &[steps, n, features] = data.shape().dims() else {
             return Err(Error::invalid(op, format!("the input is [L, I] or [L, N, I], not of shape {}", x.shape())));
@@ -84,7 +84,7 @@ impl Stack {
         let batch_sizes = vec![n; steps];
         let (out, last) = self.through(op, Steps { data, batch_sizes: &batch_sizes }, initial.transpose()?)?;
         let out = out.reshape([steps, n, out.shape().dims()[1]])?;
-        Ok(match (batched, turned) {
+        Ok(match (batched, batch_first) {
             (false, _) => (out.squeeze(1)?, last.iter().map(|t| t.squeeze(1)).collect::<Result<_>>()?),
             (true, true) => (out.transpose(0, 1)?, last),
             (true, false) => (out, last),

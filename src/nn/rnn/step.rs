@@ -2,7 +2,7 @@
 
 use crate::nn::{Part, Role, init, joined};
 use crate::tensor::TensorOptions;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Expr, Result, Tensor};
 
 /// What happens in a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -37,9 +37,7 @@ impl Step {
             Step::Lstm => {
                 let gates = gates()?.chunk(4, -1)?;
                 let [input, forget, new, output] = &gates[..] else { unreachable!("four chunks") };
-                let c = Tensor::map(&[input, forget, new, &states[1]], |e| {
-                    e[1].sigmoid() * &e[3] + e[0].sigmoid() * e[2].tanh()
-                })?;
+                let c = Tensor::map(&[input, forget, new, &states[1]], |e| lstm_cell(&lstm_gates(&e[..3]), &e[3]))?;
                 let h = Tensor::map(&[output, &c], |e| e[0].sigmoid() * e[1].tanh())?;
                 let h = cell.weight_hr.as_ref().map_or_else(|| Ok(h.shallow_clone()), |w| h.linear(w, None))?;
                 Ok(vec![h, c])
@@ -48,15 +46,27 @@ impl Step {
                 let hidden_gates = h.linear(&cell.weight_hh, cell.bias_hh.as_ref())?.chunk(3, -1)?;
                 let x = x.chunk(3, -1)?;
                 let inputs: Vec<&Tensor> = x.iter().chain(&hidden_gates).chain([h]).collect();
-                let next = Tensor::map(&inputs, |e| {
-                    let (reset, update) = ((&e[0] + &e[3]).sigmoid(), (&e[1] + &e[4]).sigmoid());
-                    let new = (&e[2] + reset * &e[5]).tanh();
-                    &new + update * (&e[6] - &new)
-                })?;
-                Ok(vec![next])
+                Ok(vec![Tensor::map(&inputs, |e| gru(e)[0].clone())?])
             }
         }
     }
+}
+
+/// LSTM's input, forget and new gate, from their sums.
+pub(super) fn lstm_gates(sums: &[Expr]) -> [Expr; 3] {
+    [sums[0].sigmoid(), sums[1].sigmoid(), sums[2].tanh()]
+}
+
+/// LSTM's next cell state, from those gates and the last one.
+pub(super) fn lstm_cell([input, forget, new]: &[Expr; 3], cell: &Expr) -> Expr {
+    forget * cell + input * new
+}
+
+/// GRU's next state, then its reset, update and new gate, from the input's part of the three, the hidden state's, and that state.
+pub(super) fn gru(e: &[Expr]) -> [Expr; 4] {
+    let (reset, update) = ((&e[0] + &e[3]).sigmoid(), (&e[1] + &e[4]).sigmoid());
+    let new = (&e[2] + &reset * &e[5]).tanh();
+    [&new + &update * (&e[6] - &new), reset, update, new]
 }
 
 /// How many features a cell has: of its input, of its state inside, and of its hidden state, which is smaller where it is projected.

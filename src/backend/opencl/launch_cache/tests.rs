@@ -187,7 +187,7 @@ fn a_thread_knows_so_many_at_most() {
         let known =
             TABLE.with_borrow(|table| (table.slots.len(), table.slots.iter().flat_map(|(_, known)| known).count()));
         assert_eq!(known.0, SETS * WAYS);
-        assert!(known.1 > SETS * WAYS / 2, "places are used: {known:?}");
+        assert!(known.1 > SETS * WAYS / 2, "slots are used: {known:?}");
         let again = kept();
         drop(sevenths(2 * SETS * WAYS, device).unwrap().neg().unwrap());
         assert_eq!(kept(), again, "the latest is known");
