@@ -1,46 +1,8 @@
 //! The fully connected layer.
 
-use super::{Module, init};
+use super::{Activation, Module, init};
 use crate::tensor::TensorOptions;
-use crate::{Result, Tensor, ops::Expr};
-
-/// What a layer applies to its result, inside the same launch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Activation {
-    /// `max(x, 0)`.
-    Relu,
-    /// The Gaussian error linear unit, exact.
-    Gelu,
-    /// `x * sigmoid(x)`.
-    Silu,
-    /// `1 / (1 + exp(-x))`.
-    Sigmoid,
-    /// The hyperbolic tangent.
-    Tanh,
-}
-
-impl Activation {
-    /// The formula, the same as in the table of operations.
-    pub fn expr(self, x: &Expr) -> Expr {
-        match self {
-            Activation::Relu => x.relu(),
-            Activation::Gelu => x.gelu(),
-            Activation::Silu => x.silu(),
-            Activation::Sigmoid => x.sigmoid(),
-            Activation::Tanh => x.tanh(),
-        }
-    }
-}
-
-/// An activation is a layer of its own too, where nothing applies it on the way.
-impl Module for Activation {
-    crate::parts!();
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        Tensor::map(&[x], |e| self.expr(&e[0]))
-    }
-}
+use crate::{Result, Tensor};
 
 /// `activation(x @ weight^T + bias)`: weight `[out, in]`, bias `[out]` (PyTorch's `nn.Linear`). One launch forward.
 ///

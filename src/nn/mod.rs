@@ -5,6 +5,7 @@
 //! are PyTorch's), saving and loading, and the switch between training and evaluation. Losses are methods of [`Tensor`]
 //! ([`Tensor::mse_loss`], [`Tensor::cross_entropy`]).
 
+mod activation;
 mod attention;
 mod averaged;
 mod conv;
@@ -19,16 +20,21 @@ mod pool;
 mod rnn;
 mod sequential;
 mod summary;
+mod transformer;
 
 use crate::io::Stateful;
 pub use crate::io::{IncompatibleKeys, StateDict};
+pub use activation::{Activation, Identity, LogSoftmax, PRelu, Softmax, Softmin};
 pub use attention::{AttentionMasks, MultiheadAttention};
 pub use averaged::AveragedModel;
 pub use conv::{Conv1d, Conv2d, ConvTranspose2d};
 pub use embedding::Embedding;
 pub use forward::Forward;
-pub use linear::{Activation, Linear};
-pub use norm::{BatchNorm, BatchNorm1d, BatchNorm2d, GroupNorm, LayerNorm, RmsNorm};
+pub use linear::Linear;
+pub use norm::{
+    BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, InstanceNorm, InstanceNorm1d, InstanceNorm2d,
+    InstanceNorm3d, LayerNorm, RmsNorm,
+};
 
 #[doc(hidden)]
 pub use crate::io::joined;
@@ -40,6 +46,10 @@ pub use rnn::{
 };
 pub use sequential::{Dropout, Dropout2d, Func, Sequential, func};
 pub use summary::{LayerSummary, Summary, summary};
+pub use transformer::{
+    Transformer, TransformerDecoder, TransformerDecoderLayer, TransformerEncoder, TransformerEncoderLayer,
+    TransformerOptions,
+};
 
 use std::collections::HashSet;
 

@@ -2,7 +2,7 @@
 
 use super::{Buffer, Mode, Module};
 use crate::tensor::TensorOptions;
-use crate::{BatchNormOptions, DType, Result, Tensor, in_steps};
+use crate::{BatchNormOptions, DType, Result, Tensor, in_steps, no_grad};
 
 fn ones(n: &[usize], options: TensorOptions) -> Result<Tensor> {
     Tensor::ones(n, options)?.requires_grad_(true)
@@ -39,6 +39,8 @@ pub struct BatchNorm {
 pub type BatchNorm1d = BatchNorm;
 /// [`BatchNorm`] by PyTorch's name for `[N, C, H, W]`.
 pub type BatchNorm2d = BatchNorm;
+/// [`BatchNorm`] by PyTorch's name for `[N, C, D, H, W]`.
+pub type BatchNorm3d = BatchNorm;
 
 impl BatchNorm {
     /// For this many channels, with a momentum of 0.1 and an eps of 1e-5.
@@ -90,6 +92,122 @@ impl Module for BatchNorm {
             if training {
                 self.num_batches_tracked.0.add_scalar_(1)?;
             }
+            Ok(out)
+        })
+    }
+}
+
+/// [`Tensor::instance_norm`] of `[N, C, ..]` (PyTorch's `nn.InstanceNorm1d` and its kin), with nothing to train and no running
+/// statistics unless asked for.
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{InstanceNorm2d, Module}};
+/// let norm = InstanceNorm2d::new(3, Device::Cpu).with_affine()?;
+/// let y = norm.forward(&Tensor::randn(&[8, 3, 4, 4], Device::Cpu)?)?;
+/// assert!(y.mean([2, 3], false)?.abs()?.amax((), false)?.item::<f32>()? < 1e-5);
+/// assert_eq!(norm.parameters().len(), 2);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct InstanceNorm {
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
+    running_mean: Option<Buffer>,
+    running_var: Option<Buffer>,
+    /// Saved as PyTorch's, which does not count here either.
+    num_batches_tracked: Option<Buffer>,
+    mode: Mode,
+    channels: usize,
+    options: TensorOptions,
+    momentum: f64,
+    eps: f64,
+}
+
+/// [`InstanceNorm`] by PyTorch's name for `[N, C, L]`.
+pub type InstanceNorm1d = InstanceNorm;
+/// [`InstanceNorm`] by PyTorch's name for `[N, C, H, W]`.
+pub type InstanceNorm2d = InstanceNorm;
+/// [`InstanceNorm`] by PyTorch's name for `[N, C, D, H, W]`.
+pub type InstanceNorm3d = InstanceNorm;
+
+impl InstanceNorm {
+    /// For this many channels, with a momentum of 0.1 and an eps of 1e-5.
+    pub fn new(channels: usize, options: impl Into<TensorOptions>) -> InstanceNorm {
+        InstanceNorm {
+            weight: None,
+            bias: None,
+            running_mean: None,
+            running_var: None,
+            num_batches_tracked: None,
+            mode: Mode::default(),
+            channels,
+            options: options.into(),
+            momentum: 0.1,
+            eps: 1e-5,
+        }
+    }
+
+    /// With a weight and a bias for each channel (PyTorch's `affine`).
+    ///
+    /// # Errors
+    /// As [`BatchNorm::new`].
+    pub fn with_affine(self) -> Result<InstanceNorm> {
+        let (weight, bias) = (ones(&[self.channels], self.options)?, zeros(&[self.channels], self.options)?);
+        Ok(InstanceNorm { weight: Some(weight), bias: Some(bias), ..self })
+    }
+
+    /// With running statistics, which training moves towards the means over the batch and evaluation normalises by (PyTorch's
+    /// `track_running_stats`).
+    ///
+    /// # Errors
+    /// As [`BatchNorm::new`].
+    pub fn with_running_stats(self) -> Result<InstanceNorm> {
+        Ok(InstanceNorm {
+            running_mean: Some(Buffer(Tensor::zeros(self.channels, self.options)?)),
+            running_var: Some(Buffer(Tensor::ones(self.channels, self.options)?)),
+            num_batches_tracked: Some(Buffer(Tensor::zeros((), (DType::I64, self.options.device))?)),
+            ..self
+        })
+    }
+
+    /// With another momentum: how far the running statistics move towards a batch's.
+    pub fn with_momentum(self, momentum: f64) -> InstanceNorm {
+        InstanceNorm { momentum, ..self }
+    }
+
+    /// With another number added to the variance.
+    pub fn with_eps(self, eps: f64) -> InstanceNorm {
+        InstanceNorm { eps, ..self }
+    }
+}
+
+impl Module for InstanceNorm {
+    crate::parts!(weight, bias, running_mean, running_var, num_batches_tracked, mode);
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (weight, bias) = (self.weight.as_ref(), self.bias.as_ref());
+        let (Some(Buffer(mean)), Some(Buffer(var))) = (&self.running_mean, &self.running_var) else {
+            return x.instance_norm(weight, bias, self.eps);
+        };
+        if !self.mode.is_training() {
+            return x.batch_norm(BatchNormOptions {
+                running_mean: Some(mean),
+                running_var: Some(var),
+                weight,
+                bias,
+                training: false,
+                momentum: self.momentum,
+                eps: self.eps,
+            });
+        }
+        let version = || mean.storage().version() + var.storage().version();
+        in_steps("InstanceNorm::forward", version, || {
+            let out = x.instance_norm(weight, bias, self.eps)?;
+            no_grad(|| {
+                let spatial: Vec<isize> = (2..x.rank() as isize).collect();
+                let (of_var, of_mean) = x.var_mean(spatial.as_slice(), 1, false)?;
+                mean.lerp_(&of_mean.mean(0, false)?.to_dtype(mean.dtype())?, self.momentum)?;
+                var.lerp_(&of_var.mean(0, false)?.to_dtype(var.dtype())?, self.momentum)
+            })?;
             Ok(out)
         })
     }

@@ -8,7 +8,7 @@ use ndarray::{ArrayD, Axis, Dimension, IxDyn};
 use crate::common::{each_device, f64s};
 use crate::harness::{Case, case};
 
-const REDUCTIONS: [&str; 3] = ["mean", "sum", "none"];
+const REDUCTIONS: [&str; 4] = ["mean", "sum", "none", "batchmean"];
 
 fn scalar(x: f64) -> ArrayD<f64> {
     ArrayD::from_elem(IxDyn(&[]), x)
@@ -18,6 +18,7 @@ fn reduced(x: ArrayD<f64>, how: &str) -> Vec<ArrayD<f64>> {
     vec![match how {
         "mean" => scalar(x.sum() / x.len() as f64),
         "sum" => scalar(x.sum()),
+        "batchmean" => scalar(x.sum() / *x.shape().first().unwrap_or(&1) as f64),
         _ => x,
     }]
 }
@@ -43,7 +44,7 @@ enum More {
 
 fn pointwise(name: &'static str, ranges: &[(f64, f64)], more: More, f: Pointwise) -> Vec<Case> {
     let mut cases = Vec::new();
-    for (how, shape) in [("mean", &[3, 5][..]), ("sum", &[7]), ("none", &[2, 3]), ("mean", &[0, 3]), ("none", &[0]), ("mean", &[])] {
+    for (how, shape) in [("mean", &[3, 5][..]), ("sum", &[7]), ("none", &[2, 3]), ("mean", &[0, 3]), ("none", &[0]), ("mean", &[]), ("batchmean", &[4, 3]), ("batchmean", &[])] {
         let made = ranges.iter().fold(case(name), |c, &(a, b)| c.input_in(shape, a..b));
         let made = match more {
             More::Nothing => made.arg(how),
@@ -99,6 +100,7 @@ fn labelled(log: &ArrayD<f64>, labels: &ArrayD<f64>, weight: Option<&ArrayD<f64>
     match how {
         "mean" => scalar(losses.sum() / total),
         "sum" => scalar(losses.sum()),
+        "batchmean" => scalar(losses.sum() / *losses.shape().first().unwrap_or(&1) as f64),
         _ => losses,
     }
 }
@@ -113,7 +115,7 @@ fn classes() -> Vec<Case> {
     for (i, shape) in [&[4, 5][..], &[5], &[2, 3, 4], &[2, 3, 2, 2], &[0, 3], &[2, 3, 0], &[33, 17]].into_iter().enumerate() {
         let (n, under) = (shape[usize::from(shape.len() > 1)], labels(shape));
         for (weighted, smooth) in [(false, 0.0), (true, 0.0), (false, 0.1), (true, 0.3)] {
-            let one = (i + usize::from(weighted)) % 3;
+            let one = (i + usize::from(weighted)) % REDUCTIONS.len();
             let how = REDUCTIONS[one];
             for &how in if shape.len() == 2 { &REDUCTIONS[..] } else { &REDUCTIONS[one..one + 1] } {
                 let given = |name: &str| {

@@ -17,6 +17,7 @@ pub fn cases() -> Vec<Case> {
         let axis = if dim < 0 { shape.len() - dim.unsigned_abs() } else { dim as usize };
         cases.push(case("softmax").input(shape).arg(dim).gives(move |x| vec![log_softmax(&x[0], axis).mapv(f64::exp)]));
         cases.push(case("log_softmax").input(shape).arg(dim).gives(move |x| vec![log_softmax(&x[0], axis)]));
+        cases.push(case("softmin").input(shape).arg(dim).gives(move |x| vec![log_softmax(&-&x[0], axis).mapv(f64::exp)]));
     }
     cases
 }

@@ -11,6 +11,7 @@ mod modules;
 mod optim;
 mod optim_shared;
 mod packed;
+mod pytorch_layers;
 mod recurrent;
 mod schedules;
 mod steps;

@@ -10,6 +10,9 @@ pub enum LossReduction {
     Mean,
     /// Their sum.
     Sum,
+    /// Their sum divided by the size of the batch, the first dim: the mean of [`Tensor::kl_div`] in mathematics (PyTorch's
+    /// `batchmean`).
+    BatchMean,
     /// Nothing: one loss a row.
     None,
 }
@@ -26,7 +29,7 @@ pub enum LossReduction {
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct CrossEntropy<'a> {
-    /// Mean, sum or none.
+    /// Mean, sum, mean over the batch, or none.
     pub reduction: LossReduction,
     /// Rows with this label have loss and gradient 0 and do not count in the mean; -100, as in PyTorch.
     pub ignore_index: i64,

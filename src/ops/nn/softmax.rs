@@ -85,6 +85,7 @@ pub(crate) fn softmax_derivative(weights: &Tensor, grad: &Tensor) -> Result<Tens
 operations! {
     softmax(x, int): NeuralNetwork, Floats -> Same, differentiable;
     log_softmax(x, int): NeuralNetwork, Floats -> Same, differentiable;
+    softmin(x, int) functional: NeuralNetwork, Floats -> Same, differentiable;
     logsumexp(x, dims, bool): Reduction, Floats -> Same, differentiable;
 }
 
@@ -102,6 +103,23 @@ impl Tensor {
     /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`] for integers and bool, [`Error::OutOfMemory`].
     pub fn softmax(&self, dim: isize) -> Result<Tensor> {
         self.normalised("softmax", RowOp::Softmax, RowOp::SoftmaxGrad, dim)
+    }
+
+    /// [`Tensor::softmax`] of `-x`: the smallest elements have the largest shares (PyTorch's `softmin`). Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::from_slice(&[0f32, f32::INFINITY, 0.0], 3, Device::Cpu)?;
+    /// assert_eq!(x.softmin(-1)?.to_vec::<f32>()?, [0.5, 0.0, 0.5]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::softmax`].
+    pub fn softmin(&self, dim: isize) -> Result<Tensor> {
+        let op = replaced!("softmin", [self], dim);
+        self.dtype().check_float(op)?;
+        self.neg()?.softmax(dim).named(op)
     }
 
     /// `x - logsumexp(x)` along `dim` (PyTorch's `log_softmax`); floats. Differentiable, one launch either way.
@@ -270,7 +288,7 @@ fn loss_of_no_logits(logits: &Tensor, labels: &Tensor, reduction: LossReduction)
     let options = (logits.dtype, logits.device());
     match reduction {
         LossReduction::Mean => Tensor::full((), f64::NAN, options),
-        LossReduction::Sum => Tensor::zeros((), options),
+        LossReduction::Sum | LossReduction::BatchMean => Tensor::zeros((), options),
         LossReduction::None => Tensor::zeros(0, options),
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::ops::dispatch::prelude::*;
 use crate::ops::formula;
-use crate::ops::nn::loss::reduced;
+use crate::ops::nn::loss::{over_batch, reduced};
 use crate::{CrossEntropy, Expr, LossReduction, Result, Shape, Tensor};
 
 impl Tensor {
@@ -50,6 +50,9 @@ impl Tensor {
         let CrossEntropy { reduction, ignore_index, label_smoothing, .. } = options;
         let arguments = || vec![reduction.into(), ignore_index.into(), label_smoothing.into()];
         replaced!(op, inputs; arguments);
+        if reduction == LossReduction::BatchMean {
+            return over_batch(self.cross_entropy_with(target, options.summed())?, batch(self)).named(op);
+        }
         invalid!(op if !(0.0..=1.0).contains(&options.label_smoothing),
             "label_smoothing is {}, it must be in 0..=1", options.label_smoothing);
         if target.dtype().is_float() {
@@ -87,6 +90,9 @@ impl Tensor {
         let inputs: Vec<&Tensor> = [self, labels].into_iter().chain(options.weight).collect();
         let CrossEntropy { reduction, ignore_index, .. } = options;
         replaced!(op, inputs, reduction, ignore_index);
+        if reduction == LossReduction::BatchMean {
+            return over_batch(self.nll_loss(labels, options.summed())?, batch(self)).named(op);
+        }
         invalid!(op if options.label_smoothing != 0.0, "it smooths no labels: use cross_entropy_with");
         on_rows(op, self, labels, |x, labels| label_losses(op, x, labels, options))
     }
@@ -109,6 +115,18 @@ impl Tensor {
         })?;
         reduced(each.sum(dim as isize, false)?, options.reduction)
     }
+}
+
+impl CrossEntropy<'_> {
+    fn summed(self) -> Self {
+        CrossEntropy { reduction: LossReduction::Sum, ..self }
+    }
+}
+
+/// The dims of logits `[N, C, ..]` before the classes.
+fn batch(logits: &Tensor) -> &[usize] {
+    let dims = logits.shape().dims();
+    &dims[..usize::from(dims.len() > 1)]
 }
 
 /// The weights of classes along a dim of `x`.

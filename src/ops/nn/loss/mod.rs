@@ -16,8 +16,14 @@ fn reduced(losses: Tensor, reduction: LossReduction) -> Result<Tensor> {
     match reduction {
         LossReduction::Mean => losses.mean((), false),
         LossReduction::Sum => losses.sum((), false),
+        LossReduction::BatchMean => over_batch(losses.sum((), false)?, losses.shape().dims()),
         LossReduction::None => Ok(losses),
     }
+}
+
+/// A sum of losses divided by the first of these dims, which is the batch; there may be none.
+fn over_batch(sum: Tensor, dims: &[usize]) -> Result<Tensor> {
+    sum.div_scalar(dims.first().map_or(1.0, |&n| n as f64))
 }
 
 /// The formula over tensors of one float dtype, broadcast together: one launch, and at most two more for the reduction.
@@ -65,6 +71,7 @@ impl From<LossReduction> for Argument {
         match reduction {
             LossReduction::Mean => "mean".into(),
             LossReduction::Sum => "sum".into(),
+            LossReduction::BatchMean => "batchmean".into(),
             LossReduction::None => "none".into(),
         }
     }
@@ -75,8 +82,9 @@ fn reduction(a: &Args, i: usize) -> Result<LossReduction> {
     match if a.given(i) { a.text(i)? } else { "mean" } {
         "mean" => Ok(LossReduction::Mean),
         "sum" => Ok(LossReduction::Sum),
+        "batchmean" => Ok(LossReduction::BatchMean),
         "none" => Ok(LossReduction::None),
-        other => Err(Error::invalid("call", format!("the reduction is mean, sum or none, not {other}"))),
+        other => Err(Error::invalid("call", format!("the reduction is mean, sum, batchmean or none, not {other}"))),
     }
 }
 

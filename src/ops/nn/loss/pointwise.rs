@@ -153,8 +153,8 @@ impl Tensor {
     }
 
     /// The Kullback-Leibler divergence of log-probabilities from `target`: `t (log t - x)` an element, 0 where t is 0
-    /// (PyTorch's `kl_div`); with `log_target` the target is given as logarithms too. The mean is over all elements: the sum
-    /// divided by the batch size is what mathematics calls the mean. Differentiable.
+    /// (PyTorch's `kl_div`); with `log_target` the target is given as logarithms too. The mean is over all elements;
+    /// [`LossReduction::BatchMean`] is the divergence as mathematics has it. Differentiable.
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].

@@ -1,0 +1,139 @@
+//! Activations: by a formula, which other layers apply in their own launch, and those with parameters or along a dim.
+
+use super::Module;
+use crate::tensor::TensorOptions;
+use crate::{Result, Tensor, ops::Expr};
+
+/// What a layer applies to its result, inside the same launch. It is a layer of its own too, in one launch, where no other layer
+/// applies it: PyTorch's `nn.ReLU`, `nn.LeakyReLU` and so on.
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{Activation, Module}};
+/// let x = Tensor::from_slice(&[-2f32, 3.0], 2, Device::Cpu)?;
+/// assert_eq!(Activation::LeakyRelu(0.01).forward(&x)?.to_vec::<f32>()?, [-0.02, 3.0]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum Activation {
+    /// `max(x, 0)`.
+    Relu,
+    /// x above 0, x times this slope below (PyTorch's default is 0.01).
+    LeakyRelu(f64),
+    /// x above 0, `alpha * (exp(x) - 1)` below, for this alpha (PyTorch's default is 1).
+    Elu(f64),
+    /// `log(1 + exp(x))`.
+    Softplus,
+    /// The Gaussian error linear unit, exact.
+    Gelu,
+    /// [`Activation::Gelu`] approximated through the hyperbolic tangent (PyTorch's `nn.GELU("tanh")`, which GPT-2 has).
+    GeluTanh,
+    /// `x * sigmoid(x)`.
+    Silu,
+    /// `1 / (1 + exp(-x))`.
+    Sigmoid,
+    /// The hyperbolic tangent.
+    Tanh,
+}
+
+impl Activation {
+    /// The formula, the same as in the table of operations.
+    pub fn expr(self, x: &Expr) -> Expr {
+        match self {
+            Activation::Relu => x.relu(),
+            Activation::LeakyRelu(slope) => x.leaky_relu(slope),
+            Activation::Elu(alpha) => x.elu(alpha),
+            Activation::Softplus => x.softplus(),
+            Activation::Gelu => x.gelu(),
+            Activation::GeluTanh => x.gelu_tanh(),
+            Activation::Silu => x.silu(),
+            Activation::Sigmoid => x.sigmoid(),
+            Activation::Tanh => x.tanh(),
+        }
+    }
+}
+
+impl Module for Activation {
+    crate::parts!();
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Tensor::map(&[x], |e| self.expr(&e[0]))
+    }
+}
+
+/// [`Tensor::prelu`] with a slope that is trained: one number, or one for each channel of `[N, C, ..]` (PyTorch's `nn.PReLU`).
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{Module, PRelu}};
+/// let x = Tensor::full(&[2, 3, 4], -8.0, Device::Cpu)?;
+/// assert_eq!(PRelu::new(3, 0.25, Device::Cpu)?.forward(&x)?.to_vec::<f32>()?, [-2.0; 24]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct PRelu {
+    weight: Tensor,
+}
+
+impl PRelu {
+    /// So many slopes, 1 or the number of channels, which start from `init` (PyTorch's defaults are 1 and 0.25).
+    ///
+    /// # Errors
+    /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    pub fn new(num_parameters: usize, init: f64, options: impl Into<TensorOptions>) -> Result<PRelu> {
+        Ok(PRelu { weight: Tensor::full(&[num_parameters], init, options)?.requires_grad_(true)? })
+    }
+}
+
+impl Module for PRelu {
+    crate::parts!(weight);
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.prelu(&self.weight)
+    }
+}
+
+/// Gives what it is given (PyTorch's `nn.Identity`): the same storage, no launch.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Identity;
+
+impl Module for Identity {
+    crate::parts!();
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.shallow_clone())
+    }
+}
+
+macro_rules! along_a_dim {
+    ($($(#[$doc:meta])* $name:ident $method:ident;)*) => { $(
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy)]
+        pub struct $name(
+            /// The dim, from the end where it is negative.
+            pub isize,
+        );
+
+        impl Module for $name {
+            crate::parts!();
+
+            fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                x.$method(self.0)
+            }
+        }
+    )* };
+}
+
+along_a_dim! {
+    /// [`Tensor::softmax`] along a dim (PyTorch's `nn.Softmax`).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, nn::{Linear, Module, Sequential, Softmax}};
+    /// let net = Sequential::new().push(Linear::new(4, 8, Device::Cpu)?).push(Softmax(-1));
+    /// assert!((net.forward(&Tensor::zeros(4, Device::Cpu)?)?.sum((), false)?.item::<f32>()? - 1.0).abs() < 1e-6);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    Softmax softmax;
+    /// [`Tensor::log_softmax`] along a dim (PyTorch's `nn.LogSoftmax`).
+    LogSoftmax log_softmax;
+    /// [`Tensor::softmin`] along a dim (PyTorch's `nn.Softmin`).
+    Softmin softmin;
+}

@@ -1,0 +1,371 @@
+//! Transformers (Vaswani et al., 2017): layers of attention and two products, an encoder and a decoder of them.
+
+use super::{Activation, AttentionMasks, Dropout, Forward, LayerNorm, Linear, Module, MultiheadAttention, init};
+use crate::tensor::TensorOptions;
+use crate::{Result, Tensor};
+
+/// What [`TransformerEncoderLayer`], [`TransformerDecoderLayer`] and [`Transformer`] leave to choose, with PyTorch's names and
+/// defaults.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TransformerOptions {
+    /// The features between the two products.
+    pub dim_feedforward: usize,
+    /// The probability with which attention's weights, and what each part of a layer gives, are dropped in training.
+    pub dropout: f64,
+    /// What is applied between the two products.
+    pub activation: Activation,
+    /// The number that layer norms add to the variance.
+    pub layer_norm_eps: f64,
+    /// Whether each part of a layer normalises what it takes, instead of the sum of that and what it gives.
+    pub norm_first: bool,
+    /// Whether products and norms have biases.
+    pub bias: bool,
+}
+
+impl Default for TransformerOptions {
+    fn default() -> Self {
+        TransformerOptions {
+            dim_feedforward: 2048,
+            dropout: 0.1,
+            activation: Activation::Relu,
+            layer_norm_eps: 1e-5,
+            norm_first: false,
+            bias: true,
+        }
+    }
+}
+
+impl TransformerOptions {
+    fn attention(&self, [d_model, nhead]: [usize; 2], tensors: TensorOptions) -> Result<MultiheadAttention> {
+        let attention = MultiheadAttention::new(d_model, nhead, tensors)?.with_dropout(self.dropout);
+        Ok(if self.bias { attention } else { attention.without_bias() })
+    }
+
+    fn norm(&self, d_model: usize, tensors: TensorOptions) -> Result<LayerNorm> {
+        let norm = LayerNorm::new(&[d_model], tensors)?.with_eps(self.layer_norm_eps);
+        Ok(if self.bias { norm } else { norm.without_bias() })
+    }
+
+    /// The two products.
+    fn products(&self, d_model: usize, tensors: TensorOptions) -> Result<[Linear; 2]> {
+        let linear = |inputs, outputs| {
+            let linear = Linear::new(inputs, outputs, tensors)?;
+            Ok(if self.bias { linear } else { linear.without_bias() })
+        };
+        let first = linear(d_model, self.dim_feedforward)?.with_activation(self.activation);
+        Ok([first, linear(self.dim_feedforward, d_model)?])
+    }
+}
+
+/// A part of a layer with its residual and its norm, before or after.
+fn residual(
+    x: &Tensor,
+    norm: &LayerNorm,
+    norm_first: bool,
+    part: impl FnOnce(&Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
+    match norm_first {
+        true => x.add(&part(&norm.forward(x)?)?),
+        false => norm.forward(&x.add(&part(x)?)?),
+    }
+}
+
+/// The two products, each with dropout after it.
+fn feed_forward(x: &Tensor, products: [&Linear; 2], dropout: &Dropout) -> Result<Tensor> {
+    products.into_iter().try_fold(x.shallow_clone(), |x, product| dropout.forward(&product.forward(&x)?))
+}
+
+/// Self-attention and two products, each with a residual and a layer norm (PyTorch's `nn.TransformerEncoderLayer` with
+/// `batch_first=True`): `[N, S, E]` to the same. The parameters are PyTorch's: `self_attn`, `linear1`, `linear2`, `norm1`,
+/// `norm2`.
+///
+/// As a [`Module`] it has no masks; [`TransformerEncoderLayer::encode`] takes them.
+pub struct TransformerEncoderLayer {
+    self_attn: MultiheadAttention,
+    linear1: Linear,
+    linear2: Linear,
+    norm1: LayerNorm,
+    norm2: LayerNorm,
+    dropout: Dropout,
+    norm_first: bool,
+}
+
+impl TransformerEncoderLayer {
+    /// A layer of `d_model` features in `nhead` heads, initialised as PyTorch's.
+    ///
+    /// # Errors
+    /// As [`MultiheadAttention::new`]; [`Error::Invalid`](crate::Error::Invalid) for a dropout outside `0.0..=1.0`.
+    pub fn new(
+        d_model: usize,
+        nhead: usize,
+        options: TransformerOptions,
+        tensors: impl Into<TensorOptions>,
+    ) -> Result<TransformerEncoderLayer> {
+        let tensors = tensors.into();
+        let [linear1, linear2] = options.products(d_model, tensors)?;
+        Ok(TransformerEncoderLayer {
+            self_attn: options.attention([d_model, nhead], tensors)?,
+            linear1,
+            linear2,
+            norm1: options.norm(d_model, tensors)?,
+            norm2: options.norm(d_model, tensors)?,
+            dropout: Dropout::new(options.dropout)?,
+            norm_first: options.norm_first,
+        })
+    }
+
+    /// The result for `[N, S, E]` with what is left out of attention.
+    ///
+    /// # Errors
+    /// As [`MultiheadAttention::attend`].
+    pub fn encode(&self, x: &Tensor, masks: AttentionMasks<'_>) -> Result<Tensor> {
+        let dropped = |t: Tensor| self.dropout.forward(&t);
+        let x = residual(x, &self.norm1, self.norm_first, |x| dropped(self.self_attn.attend(x, x, x, masks)?.0))?;
+        residual(&x, &self.norm2, self.norm_first, |x| feed_forward(x, [&self.linear1, &self.linear2], &self.dropout))
+    }
+}
+
+impl Module for TransformerEncoderLayer {
+    crate::parts!(self_attn, linear1, linear2, norm1, norm2, dropout);
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.encode(x, AttentionMasks::default())
+    }
+}
+
+/// Self-attention, attention to what an encoder gave, and two products, each with a residual and a layer norm (PyTorch's
+/// `nn.TransformerDecoderLayer` with `batch_first=True`): `[N, T, E]` and `[N, S, E]` to `[N, T, E]`. The parameters are
+/// PyTorch's: `self_attn`, `multihead_attn`, `linear1`, `linear2`, `norm1`, `norm2`, `norm3`.
+///
+/// [`Forward::call`] takes a target and a memory without masks; [`TransformerDecoderLayer::decode`] takes the masks too.
+pub struct TransformerDecoderLayer {
+    self_attn: MultiheadAttention,
+    multihead_attn: MultiheadAttention,
+    linear1: Linear,
+    linear2: Linear,
+    norm1: LayerNorm,
+    norm2: LayerNorm,
+    norm3: LayerNorm,
+    dropout: Dropout,
+    norm_first: bool,
+}
+
+impl TransformerDecoderLayer {
+    /// A layer of `d_model` features in `nhead` heads, initialised as PyTorch's.
+    ///
+    /// # Errors
+    /// As [`TransformerEncoderLayer::new`].
+    pub fn new(
+        d_model: usize,
+        nhead: usize,
+        options: TransformerOptions,
+        tensors: impl Into<TensorOptions>,
+    ) -> Result<TransformerDecoderLayer> {
+        let tensors = tensors.into();
+        let [linear1, linear2] = options.products(d_model, tensors)?;
+        Ok(TransformerDecoderLayer {
+            self_attn: options.attention([d_model, nhead], tensors)?,
+            multihead_attn: options.attention([d_model, nhead], tensors)?,
+            linear1,
+            linear2,
+            norm1: options.norm(d_model, tensors)?,
+            norm2: options.norm(d_model, tensors)?,
+            norm3: options.norm(d_model, tensors)?,
+            dropout: Dropout::new(options.dropout)?,
+            norm_first: options.norm_first,
+        })
+    }
+
+    /// The result for a target `[N, T, E]` and a memory `[N, S, E]`, with what is left out of attention to either.
+    ///
+    /// # Errors
+    /// As [`MultiheadAttention::attend`].
+    pub fn decode(
+        &self,
+        target: &Tensor,
+        memory: &Tensor,
+        target_masks: AttentionMasks<'_>,
+        memory_masks: AttentionMasks<'_>,
+    ) -> Result<Tensor> {
+        let dropped = |t: Tensor| self.dropout.forward(&t);
+        let x = residual(target, &self.norm1, self.norm_first, |x| {
+            dropped(self.self_attn.attend(x, x, x, target_masks)?.0)
+        })?;
+        let x = residual(&x, &self.norm2, self.norm_first, |x| {
+            dropped(self.multihead_attn.attend(x, memory, memory, memory_masks)?.0)
+        })?;
+        residual(&x, &self.norm3, self.norm_first, |x| feed_forward(x, [&self.linear1, &self.linear2], &self.dropout))
+    }
+}
+
+impl Module for TransformerDecoderLayer {
+    crate::parts!(self_attn, multihead_attn, linear1, linear2, norm1, norm2, norm3, dropout);
+}
+
+/// Encoder layers one after another, and a norm (PyTorch's `nn.TransformerEncoder`): `layers.0` and so on, `norm`.
+///
+/// ```
+/// use claystone::nn::{AttentionMasks, Module, TransformerEncoder, TransformerEncoderLayer, TransformerOptions};
+/// use claystone::{DType, Device, Tensor};
+/// let layer = || TransformerEncoderLayer::new(8, 2, TransformerOptions::default(), Device::Cpu);
+/// let encoder = TransformerEncoder::new(vec![layer()?, layer()?]);
+/// let x = Tensor::randn(&[3, 5, 8], Device::Cpu)?;
+/// assert_eq!(encoder.forward(&x)?.shape().dims(), [3, 5, 8]);
+/// let padding = Tensor::zeros(&[3, 5], (DType::Bool, Device::Cpu))?;
+/// let masks = AttentionMasks { key_padding_mask: Some(&padding), ..AttentionMasks::default() };
+/// assert_eq!(encoder.encode(&x, masks)?.shape().dims(), [3, 5, 8]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct TransformerEncoder {
+    layers: Vec<TransformerEncoderLayer>,
+    norm: Option<LayerNorm>,
+}
+
+impl TransformerEncoder {
+    /// These layers, without a norm after the last.
+    pub fn new(layers: Vec<TransformerEncoderLayer>) -> TransformerEncoder {
+        TransformerEncoder { layers, norm: None }
+    }
+
+    /// With a norm after the last layer, which those that normalise first need.
+    pub fn with_norm(self, norm: LayerNorm) -> TransformerEncoder {
+        TransformerEncoder { norm: Some(norm), ..self }
+    }
+
+    /// The result for `[N, S, E]` with what every layer leaves out of attention.
+    ///
+    /// # Errors
+    /// As [`MultiheadAttention::attend`].
+    pub fn encode(&self, x: &Tensor, masks: AttentionMasks<'_>) -> Result<Tensor> {
+        let x = self.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.encode(&x, masks))?;
+        self.norm.as_ref().map_or(Ok(x.shallow_clone()), |norm| norm.forward(&x))
+    }
+}
+
+impl Module for TransformerEncoder {
+    crate::parts!(layers, norm);
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.encode(x, AttentionMasks::default())
+    }
+}
+
+/// Decoder layers one after another, and a norm (PyTorch's `nn.TransformerDecoder`): `layers.0` and so on, `norm`.
+pub struct TransformerDecoder {
+    layers: Vec<TransformerDecoderLayer>,
+    norm: Option<LayerNorm>,
+}
+
+impl TransformerDecoder {
+    /// These layers, without a norm after the last.
+    pub fn new(layers: Vec<TransformerDecoderLayer>) -> TransformerDecoder {
+        TransformerDecoder { layers, norm: None }
+    }
+
+    /// With a norm after the last layer, which those that normalise first need.
+    pub fn with_norm(self, norm: LayerNorm) -> TransformerDecoder {
+        TransformerDecoder { norm: Some(norm), ..self }
+    }
+
+    /// The result for a target `[N, T, E]` and a memory `[N, S, E]`, with what every layer leaves out of attention to either.
+    ///
+    /// # Errors
+    /// As [`MultiheadAttention::attend`].
+    pub fn decode(
+        &self,
+        target: &Tensor,
+        memory: &Tensor,
+        target_masks: AttentionMasks<'_>,
+        memory_masks: AttentionMasks<'_>,
+    ) -> Result<Tensor> {
+        let decoded = |x: Tensor, layer: &TransformerDecoderLayer| layer.decode(&x, memory, target_masks, memory_masks);
+        let x = self.layers.iter().try_fold(target.shallow_clone(), decoded)?;
+        self.norm.as_ref().map_or(Ok(x.shallow_clone()), |norm| norm.forward(&x))
+    }
+}
+
+impl Module for TransformerDecoder {
+    crate::parts!(layers, norm);
+}
+
+/// An encoder and a decoder (PyTorch's `nn.Transformer` with `batch_first=True`): a source `[N, S, E]` and a target
+/// `[N, T, E]` to `[N, T, E]`. The parameters are PyTorch's, from `encoder.layers.0.self_attn.in_proj_weight` on.
+///
+/// ```
+/// use claystone::nn::{AttentionMasks, Transformer, TransformerOptions};
+/// use claystone::{DType, Device, Tensor};
+/// let options = TransformerOptions { dim_feedforward: 16, ..TransformerOptions::default() };
+/// let net = Transformer::new(8, 2, [2, 2], options, Device::Cpu)?;
+/// let (source, target) = (Tensor::randn(&[3, 5, 8], Device::Cpu)?, Tensor::randn(&[3, 4, 8], Device::Cpu)?);
+/// // A word of the target sees those up to itself.
+/// let later = Tensor::ones(&[4, 4], (DType::Bool, Device::Cpu))?.triu(1)?;
+/// let causal = AttentionMasks { attn_mask: Some(&later), ..AttentionMasks::default() };
+/// let all = AttentionMasks::default();
+/// let y = net.decoder.decode(&target, &net.encoder.encode(&source, all)?, causal, all)?;
+/// assert_eq!(y.shape().dims(), [3, 4, 8]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct Transformer {
+    /// What reads the source.
+    pub encoder: TransformerEncoder,
+    /// What makes the target, from what the encoder gave.
+    pub decoder: TransformerDecoder,
+}
+
+impl Transformer {
+    /// An encoder and a decoder of so many layers, with norms at their ends; weights by Glorot's uniform distribution, as
+    /// PyTorch's (whose default is `[6, 6]` layers of 512 features in 8 heads).
+    ///
+    /// # Errors
+    /// As [`TransformerEncoderLayer::new`].
+    pub fn new(
+        d_model: usize,
+        nhead: usize,
+        [encoder_layers, decoder_layers]: [usize; 2],
+        options: TransformerOptions,
+        tensors: impl Into<TensorOptions>,
+    ) -> Result<Transformer> {
+        let tensors = tensors.into();
+        let encoder = (0..encoder_layers).map(|_| TransformerEncoderLayer::new(d_model, nhead, options, tensors));
+        let decoder = (0..decoder_layers).map(|_| TransformerDecoderLayer::new(d_model, nhead, options, tensors));
+        let encoder = TransformerEncoder::new(encoder.collect::<Result<_>>()?);
+        let decoder = TransformerDecoder::new(decoder.collect::<Result<_>>()?);
+        let norm = || options.norm(d_model, tensors);
+        let net = Transformer { encoder: encoder.with_norm(norm()?), decoder: decoder.with_norm(norm()?) };
+        for weight in net.parameters().into_iter().filter(|t| t.rank() > 1) {
+            init::xavier_uniform_(weight, 1.0)?;
+        }
+        Ok(net)
+    }
+}
+
+impl Module for Transformer {
+    crate::parts!(encoder, decoder);
+}
+
+/// A target and a memory, without masks.
+impl Forward<(&Tensor, &Tensor)> for TransformerDecoderLayer {
+    type Output = Tensor;
+
+    fn call(&self, (target, memory): (&Tensor, &Tensor)) -> Result<Tensor> {
+        self.decode(target, memory, AttentionMasks::default(), AttentionMasks::default())
+    }
+}
+
+/// A target and a memory, without masks.
+impl Forward<(&Tensor, &Tensor)> for TransformerDecoder {
+    type Output = Tensor;
+
+    fn call(&self, (target, memory): (&Tensor, &Tensor)) -> Result<Tensor> {
+        self.decode(target, memory, AttentionMasks::default(), AttentionMasks::default())
+    }
+}
+
+/// A source and a target, without masks.
+impl Forward<(&Tensor, &Tensor)> for Transformer {
+    type Output = Tensor;
+
+    fn call(&self, (source, target): (&Tensor, &Tensor)) -> Result<Tensor> {
+        self.decoder.call((target, &self.encoder.forward(source)?))
+    }
+}
