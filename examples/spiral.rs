@@ -15,9 +15,6 @@ use plotters::prelude::*;
 /// Classifies points of interleaved spirals with an MLP 2-64-64-3 and draws the decision boundary as a PNG.
 #[derive(Parser)]
 struct Args {
-    /// Where to run: cpu, opencl:N or best
-    #[arg(long, default_value = "best", value_parser = common::device)]
-    device: Device,
     /// Training steps, each on all points
     #[arg(long, default_value_t = 500)]
     steps: usize,
@@ -27,11 +24,8 @@ struct Args {
     /// Learning rate of AdamW
     #[arg(long, default_value_t = 1e-2)]
     lr: f64,
-    /// Seed of the points and of the initial weights
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
     #[command(flatten)]
-    watch: common::Watch,
+    run: common::Run,
 }
 
 const ARMS: usize = 3;
@@ -57,14 +51,12 @@ fn classify(net: &Sequential, points: &Tensor) -> claystone::Result<Vec<i64>> {
 
 fn main() -> common::Outcome {
     let args = Args::parse();
-    common::announce(args.device)?;
-    let watching = args.watch.start(args.device)?;
-    claystone::manual_seed(args.seed);
+    let watching = args.run.start()?;
     let (points, arms) = spirals(args.points)?;
-    let x = Tensor::from_slice(points.as_flattened(), [points.len(), 2], args.device)?;
-    let y = Tensor::from_slice(&arms, [arms.len()], args.device)?;
+    let x = Tensor::from_slice(points.as_flattened(), [points.len(), 2], args.run.device)?.to_dtype(args.run.dtype)?;
+    let y = Tensor::from_slice(&arms, [arms.len()], args.run.device)?;
 
-    let options = (DType::F32, args.device);
+    let options = args.run.options();
     let mut net = Sequential::new()
         .push(Linear::new(2, 64, options)?.with_activation(Activation::Relu))
         .push(Linear::new(64, 64, options)?.with_activation(Activation::Relu))
@@ -79,7 +71,7 @@ fn main() -> common::Outcome {
         adam.step()?;
         adam.zero_grad();
         if step % 100 == 0 || step == args.steps {
-            let loss = loss.item::<f32>()?;
+            let loss = loss.to_dtype(DType::F32)?.item::<f32>()?;
             bar.suspend(|| println!("step {step:4}  loss {loss:.4}"));
         }
         bar.inc(1);
@@ -89,7 +81,8 @@ fn main() -> common::Outcome {
     // The decision at the centre of every cell of the picture, in one forward pass.
     let centre = |i: usize| EXTENT * ((2 * i + 1) as f32 / GRID as f32 - 1.0);
     let cells: Vec<f32> = (0..GRID * GRID).flat_map(|i| [centre(i % GRID), centre(i / GRID)]).collect();
-    let decisions = classify(&net, &Tensor::from_slice(&cells, [GRID * GRID, 2], args.device)?)?;
+    let cells = Tensor::from_slice(&cells, [GRID * GRID, 2], args.run.device)?.to_dtype(args.run.dtype)?;
+    let decisions = classify(&net, &cells)?;
     let figure = common::figure("spiral.png")?;
     draw(&figure, &decisions, &points, &arms)?;
     println!("decision boundary in {}", figure.display());

@@ -16,21 +16,15 @@ use std::time::Instant;
 use clap::Parser;
 use claystone::nn::Module;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
-use claystone::{DType, Device, Result, Tensor, manual_seed, no_grad};
+use claystone::{Device, Result, Tensor, no_grad};
 use common::{Outcome, phase};
 use model::{Gpt, Sizes, Text, windows};
 
-/// Trains a small GPT on text and lets it write.
+/// Trains a small GPT on text and lets it write; f16 and bf16 are autocast's.
 #[derive(Parser)]
 struct Args {
     /// Text files, and folders of Rust sources; this crate's own sources where there are none
     text: Vec<PathBuf>,
-    /// Where to run: cpu, opencl:N or best
-    #[arg(long, default_value = "best", value_parser = common::device)]
-    device: Device,
-    /// What products are computed in: f32, or bf16 or f16 with autocast
-    #[arg(long, default_value = "f32")]
-    dtype: DType,
     /// Training steps
     #[arg(long, default_value_t = 300)]
     steps: usize,
@@ -55,14 +49,11 @@ struct Args {
     /// Learning rate of AdamW; it falls to a tenth along a cosine
     #[arg(long, default_value_t = 2e-3)]
     lr: f64,
-    /// Seed of weights, batches and samples
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
     /// Characters to write at the end
     #[arg(long, default_value_t = 400)]
     sample: usize,
     #[command(flatten)]
-    watch: common::Watch,
+    run: common::Run,
 }
 
 /// The text of a file, or of all sources in a folder, in the order of their names.
@@ -94,8 +85,7 @@ fn write(gpt: &Gpt, numbers: &[i64], count: usize, device: Device) -> Result<Vec
 
 fn main() -> Outcome {
     let args = Args::parse();
-    common::announce(args.device)?;
-    let watching = args.watch.start(args.device)?;
+    let watching = args.run.start()?;
     let mut text = String::new();
     let own = [Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
     for path in if args.text.is_empty() { &own[..] } else { &args.text } {
@@ -108,10 +98,9 @@ fn main() -> Outcome {
     if held.len() < length {
         return Err(format!("{} characters are too few for a context of {}", text.numbers.len(), args.context).into());
     }
-    let on_device = |numbers: &[i64]| Tensor::from_slice(numbers, numbers.len(), args.device);
+    let on_device = |numbers: &[i64]| Tensor::from_slice(numbers, numbers.len(), args.run.device);
     let (train, held_out) = (on_device(train)?, on_device(held)?);
 
-    manual_seed(args.seed);
     let sizes = Sizes {
         vocabulary: text.characters.len(),
         context: args.context,
@@ -120,13 +109,13 @@ fn main() -> Outcome {
         heads: args.heads,
         tied: args.tied,
     };
-    let mut gpt = Gpt::new(sizes, args.device)?;
+    let mut gpt = Gpt::new(sizes, args.run.device)?;
     println!(
         "{} characters, {} different ones; {} parameters; {}",
         text.numbers.len(),
         text.characters.len(),
         gpt.parameter_count(),
-        args.dtype
+        args.run.dtype
     );
     let mut optimizer = AdamW::new(gpt.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
     let bar = common::progress(args.steps);
@@ -137,7 +126,7 @@ fn main() -> Outcome {
         optimizer.set_learning_rates(&[lr])?;
         optimizer.zero_grad();
         let windows = phase("data", || windows(&train, args.batch, length))?;
-        let loss = phase("forward", || gpt.loss(&windows, args.dtype))?;
+        let loss = phase("forward", || gpt.loss(&windows, args.run.dtype))?;
         phase("backward", || loss.backward())?;
         phase("update", || {
             clip_grad_norm_(gpt.parameters(), 1.0, 2.0)?;
@@ -150,16 +139,17 @@ fn main() -> Outcome {
         }
         bar.inc(1);
     }
-    args.device.synchronize()?;
+    args.run.device.synchronize()?;
     bar.finish_and_clear();
     let seconds = started.elapsed().as_secs_f64();
     let mut total = 0.0;
     const BATCHES: usize = 10;
     for _ in 0..BATCHES {
-        total += f64::from(no_grad(|| gpt.loss(&windows(&held_out, args.batch, length)?, args.dtype)?.item::<f32>())?);
+        total +=
+            f64::from(no_grad(|| gpt.loss(&windows(&held_out, args.batch, length)?, args.run.dtype)?.item::<f32>())?);
     }
     println!("{:.1} ms a step; loss on text held out {:.3}", 1e3 * seconds / args.steps as f64, total / BATCHES as f64);
-    let written = no_grad(|| write(&gpt, &held[..args.context.min(held.len())], args.sample, args.device))?;
+    let written = no_grad(|| write(&gpt, &held[..args.context.min(held.len())], args.sample, args.run.device))?;
     println!("{}", written.iter().map(|&n| text.characters[n as usize]).collect::<String>());
     watching.finish()?;
     Ok(())

@@ -1,11 +1,13 @@
-//! Images with labels: the digits of this repository, and sets in the IDX format, which is MNIST's.
+//! Images with labels: the digits of this repository, sets in the IDX format, which is MNIST's, CIFAR-10, and made-up ones.
 
 use std::error::Error;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use claystone::{DType, Device, Tensor};
+use claystone::data::Dataset;
+use claystone::nn::Module;
+use claystone::{DType, Device, Generator, Interpolation, PadMode, Tensor, no_grad, with_generator};
 use flate2::read::GzDecoder;
 
 /// The digits: an image of 8 x 8 a row, then its label.
@@ -14,7 +16,7 @@ pub const HELD_OUT: usize = 360;
 /// The split into training and test set does not depend on an example's `--seed`.
 const SPLIT_SEED: u64 = 20;
 
-/// Images `[N, 1, rows, columns]` with pixels in 0..1, and labels `[N]`, on the device.
+/// Images `[N, channels, rows, columns]` and labels `[N]`.
 pub struct Set {
     pub images: Tensor,
     pub labels: Tensor,
@@ -37,12 +39,61 @@ impl Set {
         Ok(Set { images: self.images.narrow(0, from, len)?, labels: self.labels.narrow(0, from, len)? })
     }
 
+    /// The same on a device.
+    pub fn to_device(&self, device: Device) -> claystone::Result<Set> {
+        Ok(Set { images: self.images.to_device(device)?, labels: self.labels.to_device(device)? })
+    }
+
     pub fn len(&self) -> usize {
         self.labels.numel()
     }
 }
 
-/// The digits, for training and for testing.
+/// A set for training as is usual for CIFAR-10: half of the images mirrored, each moved by up to four pixels.
+pub struct Augmented(pub Set);
+
+impl Dataset for Augmented {
+    type Item = (Tensor, Tensor);
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn get(&self, index: usize) -> claystone::Result<(Tensor, Tensor)> {
+        let image = self.0.images.select(0, index as isize)?;
+        let [_, rows, columns] = *image.shape().dims() else { unreachable!("channels, rows, columns") };
+        let random = Tensor::randint(0, 9, 3, (DType::I64, Device::Cpu))?.to_vec::<i64>()?;
+        let image = if random[2] % 2 == 0 { image.flip(-1)? } else { image };
+        let padded = image.pad(&[4, 4, 4, 4], PadMode::Constant(0.into()))?;
+        let image = padded.narrow(1, random[0] as usize, rows)?.narrow(2, random[1] as usize, columns)?;
+        Ok((image, self.0.labels.select(0, index as isize)?))
+    }
+}
+
+/// Images of bytes as numbers of about zero mean and a variance of one, as networks want them.
+pub fn normalised(images: &Tensor, dtype: DType) -> claystone::Result<Tensor> {
+    images.to_dtype(dtype)?.sub_scalar(128)?.div_scalar(64)
+}
+
+/// The part of a set where the greatest of the logits is the label's: 1,000 images at a time, of which `input` makes what the
+/// network takes.
+pub fn accuracy(
+    net: &dyn Module,
+    set: &Set,
+    input: impl Fn(&Tensor) -> claystone::Result<Tensor>,
+) -> claystone::Result<f64> {
+    net.eval();
+    let mut right = Vec::new();
+    for from in (0..set.len()).step_by(1000) {
+        let batch = set.batch(from, 1000)?;
+        let guess = no_grad(|| net.forward(&input(&batch.images)?)?.argmax(1, false))?;
+        right.push(guess.eq(&batch.labels)?.sum((), false)?);
+    }
+    net.train();
+    Ok(Tensor::stack(&right, 0)?.sum((), false)?.item::<i64>()? as f64 / set.len() as f64)
+}
+
+/// The digits, for training and for testing, on the device and with pixels in 0..1, as those of [`idx`] are.
 pub fn digits(device: Device, dtype: DType) -> Result<(Set, Set), Box<dyn Error>> {
     let mut reader = csv::ReaderBuilder::new().has_headers(false).from_reader(GzDecoder::new(DIGITS));
     let (mut pixels, mut labels) = (Vec::<f32>::new(), Vec::<i64>::new());
@@ -56,8 +107,7 @@ pub fn digits(device: Device, dtype: DType) -> Result<(Set, Set), Box<dyn Error>
         images: Tensor::from_slice(&pixels, [labels.len(), 1, 8, 8], device)?.to_dtype(dtype)?,
         labels: Tensor::from_slice(&labels, [labels.len()], device)?,
     };
-    claystone::manual_seed(SPLIT_SEED);
-    let order = Tensor::randperm(all.len(), device)?;
+    let order = with_generator(&Generator::new(SPLIT_SEED), || Tensor::randperm(all.len(), device))?;
     let train = all.select(&order.narrow(0, HELD_OUT, all.len() - HELD_OUT)?)?;
     Ok((train, all.select(&order.narrow(0, 0, HELD_OUT)?)?))
 }
@@ -101,4 +151,42 @@ fn idx_file(folder: &Path, name: &str) -> Result<(Vec<usize>, Vec<u8>), Box<dyn 
         return Err(format!("{name} has {} bytes for shape {shape:?}", elements.len()).into());
     }
     Ok((shape, elements.to_vec()))
+}
+
+/// The binary version of CIFAR-10 in a folder, for training and for testing: `data_batch_1.bin` to `data_batch_5.bin` and
+/// `test_batch.bin`. Images `[N, 3, 32, 32]` of bytes, on the CPU.
+pub fn cifar10(folder: &Path) -> Result<(Set, Set), Box<dyn Error>> {
+    // A byte for the label, then the pixels.
+    const IMAGE: usize = 1 + 3 * 32 * 32;
+    let set = |names: &[String]| -> Result<Set, Box<dyn Error>> {
+        let mut bytes = Vec::new();
+        for file in names.iter().map(|name| folder.join(name)) {
+            let before = bytes.len();
+            bytes.extend(std::fs::read(&file).map_err(|e| format!("{}: {e}", file.display()))?);
+            if bytes.len() == before || !bytes.len().is_multiple_of(IMAGE) {
+                let size = bytes.len() - before;
+                return Err(format!("{}: {size} bytes are not images of {IMAGE} bytes", file.display()).into());
+            }
+        }
+        let n = bytes.len() / IMAGE;
+        let all = Tensor::from_vec(bytes, [n, IMAGE], Device::Cpu)?;
+        let images = all.narrow(1, 1, IMAGE - 1)?.reshape([n, 3, 32, 32])?;
+        Ok(Set { images, labels: all.select(1, 0)?.to_dtype(DType::I64)? })
+    };
+    let train: Vec<String> = (1..=5).map(|i| format!("data_batch_{i}.bin")).collect();
+    Ok((set(&train)?, set(&["test_batch.bin".into()])?))
+}
+
+/// Made-up images like those of [`cifar10`], as many for testing as half of those for training: a coarse pattern for each of
+/// ten classes, under noise.
+pub fn patterns(train: usize) -> Result<(Set, Set), Box<dyn Error>> {
+    let coarse = Tensor::rand([10, 3, 4, 4], Device::Cpu)?;
+    let classes = coarse.interpolate(&[32, 32], Interpolation::Nearest)?;
+    let set = |n: usize| -> claystone::Result<Set> {
+        let labels = Tensor::randint(0, 10, n, (DType::I64, Device::Cpu))?;
+        let noise = Tensor::randn([n, 3, 32, 32], Device::Cpu)?.mul_scalar(0.3)?;
+        let images = classes.index_select(0, &labels)?.add(&noise)?.clamp(0.0, 1.0)?;
+        Ok(Set { images: images.mul_scalar(255)?.to_dtype(DType::U8)?, labels })
+    };
+    Ok((set(train)?, set(train.div_ceil(2))?))
 }

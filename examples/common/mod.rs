@@ -1,4 +1,4 @@
-//! What the examples share: the device argument, progress bars and plots as PNG.
+//! What the examples share: arguments, progress bars and plots as PNG.
 #![allow(dead_code)] // each example uses its part
 
 pub mod images;
@@ -8,9 +8,9 @@ use std::error::Error;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use claystone::Device;
 use claystone::profiler::{Profiler, SortBy};
 use claystone::storage::{HistoryOptions, annotate, with_context};
+use claystone::{DType, Device, Tensor, io, manual_seed};
 use indicatif::{ProgressBar, ProgressStyle};
 use plotters::prelude::*;
 use plotters::style::register_font;
@@ -30,13 +30,22 @@ pub fn announce(device: Device) -> claystone::Result<()> {
     Ok(())
 }
 
-/// Options for looking at what an example does.
+/// The arguments of every example that computes something: where, in what, from which seed, and what is recorded meanwhile.
 #[derive(Debug, clap::Args)]
-pub struct Watch {
+pub struct Run {
+    /// Where to run: cpu, opencl:N or best
+    #[arg(long, default_value = "best", value_parser = device)]
+    pub device: Device,
+    /// What networks compute in: f32, f16 or bf16
+    #[arg(long, default_value = "f32")]
+    pub dtype: DType,
+    /// Seed of weights and of everything else that is random
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
     /// Record a profile to FILE (for ui.perfetto.dev, claystone profile and claystone view) and print its table
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// Record the history of memory and save a snapshot to FILE (.pickle or .json, for claystone view)
+    /// Record the history of memory and save a snapshot to FILE (.pickle or .json, for claystone snapshot and view)
     #[arg(long, value_name = "FILE")]
     snapshot: Option<PathBuf>,
 }
@@ -47,14 +56,21 @@ pub struct Watching<'a> {
     snapshot: Option<(Device, &'a Path)>,
 }
 
-impl Watch {
-    /// Begins to record what the options ask for.
-    pub fn start(&self, device: Device) -> claystone::Result<Watching<'_>> {
+impl Run {
+    /// Says where the work will run, seeds the generator, and begins to record what the options ask for.
+    pub fn start(&self) -> claystone::Result<Watching<'_>> {
+        announce(self.device)?;
+        manual_seed(self.seed);
         if self.snapshot.is_some() {
-            device.record_memory_history(HistoryOptions { max_entries: 1_000_000, ..Default::default() })?;
+            self.device.record_memory_history(HistoryOptions { max_entries: 1_000_000, ..Default::default() })?;
         }
         let profile = self.profile.as_deref().map(|file| Ok((Profiler::start()?, file))).transpose()?;
-        Ok(Watching { profile, snapshot: self.snapshot.as_deref().map(|file| (device, file)) })
+        Ok(Watching { profile, snapshot: self.snapshot.as_deref().map(|file| (self.device, file)) })
+    }
+
+    /// The dtype and the device of tensors.
+    pub fn options(&self) -> (DType, Device) {
+        (self.dtype, self.device)
     }
 }
 
@@ -75,6 +91,37 @@ impl Watching<'_> {
         );
         Ok(())
     }
+}
+
+/// The arguments of examples whose training can be cut off and started again.
+#[derive(Debug, clap::Args)]
+pub struct Training<const EPOCHS: usize> {
+    /// Passes over the training set
+    #[arg(long, default_value_t = EPOCHS)]
+    pub epochs: usize,
+    /// Go on from the checkpoint FILE (.safetensors) if there is one, and save to it after each epoch
+    #[arg(long, value_name = "FILE")]
+    resume: Option<PathBuf>,
+}
+
+impl<const EPOCHS: usize> Training<EPOCHS> {
+    /// Loads the checkpoint, if there is one.
+    pub fn resume(&self, parts: &mut [(&str, &mut dyn io::Stateful)]) -> claystone::Result<()> {
+        let Some(file) = self.resume.as_ref().filter(|file| file.exists()) else { return Ok(()) };
+        io::load_checkpoint(file, parts)?;
+        println!("going on from {}", file.display());
+        Ok(())
+    }
+
+    /// Saves a checkpoint, if one is wanted.
+    pub fn save(&self, parts: &[(&str, &dyn io::Stateful)]) -> claystone::Result<()> {
+        self.resume.as_ref().map_or(Ok(()), |file| io::save_checkpoint(file, parts))
+    }
+}
+
+/// The mean of losses, in f64. Reading numbers waits for the device: once an epoch is enough.
+pub fn mean(losses: &[Tensor]) -> claystone::Result<f64> {
+    Tensor::stack(losses, 0)?.to_device(Device::Cpu)?.to_dtype(DType::F64)?.mean((), false)?.item::<f64>()
 }
 
 /// Names what `f` does, in profiles and snapshots.

@@ -1,4 +1,5 @@
-//! What the example `mnist` reads with `--data`: the digits of this repository, written as IDX files, packed and not.
+//! What the examples `mnist` and `resnet` read with `--data`: the digits of this repository, written as IDX files, packed and
+//! not, and files of CIFAR-10.
 
 #[allow(dead_code)] // the example uses the rest
 #[path = "../../examples/common/images.rs"]
@@ -90,4 +91,33 @@ fn what_is_no_idx_file_is_refused_by_name() {
     says("no IDX file of bytes");
     fs::write(&labels, [0, 0, 8, 2, 0, 0]).unwrap(); // cut short
     says("no IDX file of bytes");
+}
+
+/// Each file has two images, of the file's number and of the image's in the red and the green plane, with a label of ten times the
+/// one and the other.
+#[test]
+fn cifar_10_gives_planes_and_labels() {
+    let folder = tempfile::tempdir().unwrap();
+    let names = ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"];
+    let file = |i: usize| folder.path().join(format!("{}.bin", names[i]));
+    for i in 0..6u8 {
+        let image = |k: u8| [&[10 * i + k][..], &[i; 1024], &[k; 1024], &[255; 1024]].concat();
+        fs::write(file(i.into()), [image(0), image(1)].concat()).unwrap();
+    }
+    let (train, test) = images::cifar10(folder.path()).unwrap();
+    assert_eq!(train.images.shape().dims(), [10, 3, 32, 32]);
+    assert_eq!(test.images.shape().dims(), [2, 3, 32, 32]);
+    assert_eq!(train.labels.to_vec::<i64>().unwrap(), [0, 1, 10, 11, 20, 21, 30, 31, 40, 41]);
+    let planes = |set: &Set, i: usize| set.images.i((i, .., 31, 31)).unwrap().to_vec::<u8>().unwrap();
+    assert_eq!(planes(&train, 7), [3, 1, 255]);
+    assert_eq!(planes(&test, 0), [5, 0, 255]);
+    let says = |wanted: &str| {
+        let error = images::cifar10(folder.path()).err().unwrap().to_string();
+        assert!(error.contains(wanted), "{error}");
+    };
+    fs::write(file(3), [0; 3072]).unwrap();
+    says("data_batch_4.bin: 3072 bytes are not images of 3073 bytes");
+    fs::remove_file(file(5)).unwrap();
+    fs::write(file(3), [0; 3073]).unwrap();
+    says("test_batch.bin: ");
 }

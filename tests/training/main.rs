@@ -6,6 +6,7 @@ mod common;
 mod autocast;
 mod checkpoint;
 mod data;
+mod examples;
 mod layers;
 mod modules;
 mod optim;
