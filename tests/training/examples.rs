@@ -4,6 +4,10 @@
 #[path = "../../examples/resnet.rs"]
 mod resnet;
 
+#[allow(dead_code)]
+#[path = "../../examples/vae.rs"]
+mod vae;
+
 use clap::Parser;
 use claystone::{Device, io};
 
@@ -38,4 +42,33 @@ fn resnet_learns_and_resumes() {
         assert_eq!(steps, 50);
         assert_eq!(run("5").1, 50);
     });
+}
+
+#[test]
+fn vae_learns_and_draws() {
+    // The generator is the process's.
+    if !alone("examples::vae_learns_and_draws") {
+        return;
+    }
+    let losses = std::cell::RefCell::new(Vec::new());
+    each_device(|device| {
+        let folder = tempfile::tempdir().unwrap();
+        let device = device.to_string();
+        let more = ["--device", &device, "--pictures", folder.path().to_str().unwrap()];
+        let loss = |words| vae::train(&args(words, &more)).unwrap();
+        let (untrained, trained) = (loss("--epochs 0"), loss("--epochs 3 --every 2"));
+        assert!(trained < 0.8 * untrained, "{untrained} to {trained} on {device}");
+        losses.borrow_mut().push(trained);
+        let picture = |epoch: u8| image::open(folder.path().join(format!("epoch-{epoch:03}.png"))).unwrap().to_luma8();
+        assert!(!folder.path().join("epoch-001.png").exists());
+        assert_eq!(picture(2).dimensions(), (800, 800));
+        // Elements are eight pixels wide, strokes in the middle of an image, and there is a rim.
+        let last = picture(3);
+        assert!(last.enumerate_pixels().all(|(x, y, p)| p == last.get_pixel(x - x % 8, y - y % 8)));
+        let mean = |column: u32| (0..800).map(|y| u32::from(last.get_pixel(column, y).0[0])).sum::<u32>() / 800;
+        assert!(mean(36) > 2 * mean(12), "{} in the middle and {} at the edge", mean(36), mean(12));
+        assert_eq!(mean(0), 0);
+    });
+    let losses = losses.into_inner();
+    assert!(losses.iter().all(|loss| (loss - losses[0]).abs() < 0.01 * losses[0]), "{losses:?}");
 }
