@@ -1,5 +1,9 @@
 //! The example programs themselves, with small numbers, on every device.
+#![allow(clippy::duplicate_mod)] // each program has the module that they share
 
+#[allow(dead_code)]
+#[path = "../../examples/gpt2/main.rs"]
+mod gpt2;
 #[allow(dead_code)]
 #[path = "../../examples/resnet.rs"]
 mod resnet;
@@ -8,8 +12,12 @@ mod resnet;
 #[path = "../../examples/vae.rs"]
 mod vae;
 
+use std::collections::HashMap;
+use std::path::Path;
+
 use clap::Parser;
-use claystone::{Device, io};
+use claystone::nn::Forward;
+use claystone::{DType, Device, io, no_grad};
 
 use crate::common::{alone, each_device};
 
@@ -71,4 +79,72 @@ fn vae_learns_and_draws() {
     });
     let losses = losses.into_inner();
     assert!(losses.iter().all(|loss| (loss - losses[0]).abs() < 0.01 * losses[0]), "{losses:?}");
+}
+
+const GPT2: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/gpt2");
+
+/// Read at once and token by token through the cache, against PyTorch: `tests/data/gpt2.py` wrote what it has.
+#[test]
+fn gpt2_has_pytorchs_logits() {
+    each_device(|device| {
+        let path = Path::new(GPT2).join("model.safetensors");
+        let wanted = io::load(&path, device).unwrap();
+        let gpt = gpt2::model::Gpt2::load(&path, Some(2), (DType::F32, device)).unwrap();
+        let tokens = wanted.get("tokens").unwrap().unsqueeze(0).unwrap().expand([2, 7]).unwrap();
+        for first in [1, 3, 7] {
+            let mut cache = gpt.cache(2).unwrap();
+            let mut at = 0;
+            while at < 7 {
+                let new = if at == 0 { first } else { 1 };
+                let logits = no_grad(|| gpt.call((&tokens.narrow(1, at, new).unwrap(), &mut cache))).unwrap();
+                at += new;
+                let row = wanted.get("logits").unwrap().narrow(0, at - 1, 1).unwrap().expand([2, 17]).unwrap();
+                assert!(logits.allclose(&row, 1e-5, 1e-5, false).unwrap(), "token {at} of {first} at once on {device}");
+            }
+        }
+    });
+}
+
+#[test]
+fn gpt2_writes() {
+    // The generator is the process's.
+    if !alone("examples::gpt2_writes") {
+        return;
+    }
+    let wanted = io::load(Path::new(GPT2).join("model.safetensors"), Device::Cpu).unwrap();
+    let wanted = wanted.get("written").unwrap().to_vec::<i64>().unwrap();
+    each_device(|device| {
+        let device = device.to_string();
+        let write = |words: &str, prompt| gpt2::write(&args(words, &["--device", &device, "--prompt", prompt]));
+        let greedy = format!("--model {GPT2} --heads 2 --tokens 5 --temperature 0 --batch 2");
+        assert_eq!(write(&greedy, "3 14 1 5 9 2 6").unwrap(), [&wanted[..], &wanted]);
+        let random = write("--layers 2 --width 64 --tokens 4 --dtype bf16 --top-k 5", "50256").unwrap();
+        assert!(random[0].len() == 4 && random[0].iter().all(|token| (0..50257).contains(token)));
+        let error = write(&greedy, "0 0 0 0 0 0 0 0").unwrap_err().to_string();
+        assert!(error.contains("8 tokens of the prompt and 5 more"), "{error}");
+    });
+}
+
+/// A vocabulary of all bytes and four merges.
+#[test]
+fn gpt2_reads_and_writes_text() {
+    use gpt2::tokenizer::{Tokenizer, character, words};
+    let folder = tempfile::tempdir().unwrap();
+    let bytes = (0..=255).map(|byte| character(byte).to_string());
+    let names: Vec<String> = bytes.chain(["he", "ll", "hell", "\u{120}w"].map(String::from)).collect();
+    let vocabulary: HashMap<&String, usize> = names.iter().enumerate().map(|(i, name)| (name, i)).collect();
+    std::fs::write(folder.path().join("vocab.json"), serde_json::to_string(&vocabulary).unwrap()).unwrap();
+    let merges = "#version: 0.2\nh e\nl l\nhe ll\n\u{120} w\n";
+    std::fs::write(folder.path().join("merges.txt"), merges).unwrap();
+    let tokenizer = Tokenizer::load(folder.path()).unwrap();
+    let tokens = tokenizer.encode("hello world").unwrap();
+    assert_eq!(tokens, [258, 111, 259, 111, 114, 108, 100]);
+    for text in ["hello world", "naïve: ¿日本?\n\t x", ""] {
+        assert_eq!(tokenizer.decode(&tokenizer.encode(text).unwrap()), text);
+    }
+    // What GPT-2's regular expression gives.
+    assert_eq!(
+        words("It's  12 o'clock,\n ok? "),
+        ["It", "'s", " ", " 12", " o", "'", "clock", ",", "\n", " ok", "?", " "]
+    );
 }
