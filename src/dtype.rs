@@ -309,11 +309,34 @@ macro_rules! scalars {
 }
 
 scalars!(f64 => Float(|x| x), f32 => Float(f64::from), f16 => Float(f64::from), bf16 => Float(f64::from),
-    i64 => Int(|x| x), i32 => Int(i64::from), u32 => Int(i64::from), u8 => Int(i64::from), bool => Int(i64::from));
+    i64 => Int(|x| x), i32 => Int(i64::from), i16 => Int(i64::from), i8 => Int(i64::from), isize => Int(|x| x as i64),
+    u32 => Int(i64::from), u16 => Int(i64::from), u8 => Int(i64::from), bool => Int(i64::from));
+
+/// Above what i64 has, the nearest float.
+impl From<u64> for Scalar {
+    fn from(x: u64) -> Scalar {
+        i64::try_from(x).map_or(Scalar::Float(x as f64), Scalar::Int)
+    }
+}
+
+impl From<usize> for Scalar {
+    fn from(x: usize) -> Scalar {
+        Scalar::from(x as u64)
+    }
+}
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn scalars_are_made_of_every_number() {
+        assert_eq!(
+            [Scalar::from(3i8), 3i16.into(), 3u16.into(), 3u64.into(), 3usize.into(), 3isize.into()],
+            [Scalar::Int(3); 6]
+        );
+        assert_eq!(Scalar::from(u64::MAX), Scalar::Float(u64::MAX as f64));
+    }
 
     #[test]
     fn scalars_are_stored_as_kernels_store_them() {

@@ -68,8 +68,8 @@ pub use error::{Error, Excerpt, Result, for_each_part, in_steps};
 pub use graph::Graph;
 pub use layout::shape::{NewShape, Shape};
 pub use ops::{
-    Assigned, AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, Generator,
-    Interpolation, LossReduction, MaxPoolOptions, PadMode, Padding, Precision, ReduceDims, Seed, autocast,
+    Assigned, AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, DimList, Expr,
+    Generator, Interpolation, LossReduction, MaxPoolOptions, PadMode, Padding, Precision, ReduceDims, Seed, autocast,
     autocast_dtype, can_cast, get_default_dtype, get_float32_matmul_precision, manual_seed, promote_types, result_type,
     set_default_dtype, set_float32_matmul_precision, with_generator, with_precision,
 };

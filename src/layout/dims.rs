@@ -22,10 +22,33 @@ pub(crate) type Mask = SmallVec<[bool; 6]>;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReduceDims(Option<Dims<isize>>);
 
+/// One dim or several, from the end where negative: `-1`, `[0, 2]`, a slice or a `Vec`.
+///
+/// ```
+/// use claystone::{Device, Tensor};
+/// let t = Tensor::ones(&[2, 3], Device::Cpu)?;
+/// assert_eq!(t.unsqueeze(0)?.shape().dims(), [1, 2, 3]);
+/// assert_eq!(t.unsqueeze([0, -1])?.shape().dims(), [1, 2, 3, 1]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DimList(pub(crate) Dims<isize>);
+
+conversions! { DimList:
+    [] isize, dim => DimList::from([dim]);
+    [] &[isize], dims => DimList(Dims::from_slice(dims));
+    [] Vec<isize>, dims => DimList(Dims::from_vec(dims));
+    [] &Vec<isize>, dims => DimList::from(&dims[..]);
+    [const N: usize] [isize; N], dims => DimList::from(&dims[..]);
+    [const N: usize] &[isize; N], dims => DimList::from(&dims[..]);
+}
+
 conversions! { ReduceDims:
     [] (), () => ReduceDims(None);
     [] isize, dim => ReduceDims::from([dim]);
     [] &[isize], dims => ReduceDims(Some(Dims::from_slice(dims)));
+    [] Vec<isize>, dims => ReduceDims(Some(Dims::from_vec(dims)));
+    [] &Vec<isize>, dims => ReduceDims::from(&dims[..]);
     [const N: usize] [isize; N], dims => ReduceDims::from(&dims[..]);
     [const N: usize] &[isize; N], dims => ReduceDims::from(&dims[..]);
 }

@@ -168,6 +168,7 @@ conversions! { Shape:
     [] Dims, dims => Shape(dims);
     [] &Shape, shape => shape.clone();
     [] Vec<usize>, dims => Shape(SmallVec::from_vec(dims));
+    [] &Vec<usize>, dims => Shape(copied(dims));
     [] (), () => Shape::default();
     [] usize, dim => Shape::from([dim]);
     [const N: usize] [usize; N], dims => Shape(copied(&dims));

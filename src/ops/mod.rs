@@ -25,7 +25,7 @@ pub use crate::dtype::{can_cast, get_default_dtype, promote_types, set_default_d
 pub use crate::expr::Expr;
 pub use crate::expr::philox::Seed;
 pub use crate::expr::table::{Accepts, Output, ROWS, Row};
-pub use crate::layout::dims::ReduceDims;
+pub use crate::layout::dims::{DimList, ReduceDims};
 pub use crate::ops::dispatch::arguments::Argument;
 pub(crate) use crate::ops::dispatch::checks::{same_device, same_dtype};
 pub use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};

@@ -78,12 +78,26 @@ impl Tensor {
         Ok(out)
     }
 
-    /// The identity matrix of `n` rows (PyTorch's `eye`).
+    /// Ones on the diagonal and zeros elsewhere: `n` rows and as many columns, or the rows and columns of `[n, m]` (PyTorch's
+    /// `eye`).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// assert_eq!(Tensor::eye(2, Device::Cpu)?.to_vec::<f32>()?, [1.0, 0.0, 0.0, 1.0]);
+    /// assert_eq!(Tensor::eye([2, 3], Device::Cpu)?.to_vec::<f32>()?, [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
-    pub fn eye(n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
-        let out = Tensor::zeros([n, n], options)?;
+    /// [`Error::Invalid`] for other than one or two sizes; [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    pub fn eye(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let shape = shape.into();
+        let (rows, columns) = match *shape.dims() {
+            [n] => (n, n),
+            [n, m] => (n, m),
+            _ => return Err(Error::invalid("eye", format!("a matrix has one size or two, not {shape}"))),
+        };
+        let out = Tensor::zeros([rows, columns], options)?;
         out.diagonal(0, 0, 1)?.fill_(1)?;
         Ok(out)
     }

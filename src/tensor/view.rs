@@ -8,7 +8,23 @@ use smallvec::SmallVec;
 use super::{Layout, Shape};
 use crate::autograd::record_unary_twice;
 use crate::layout::shape::{Dims, NewShape};
-use crate::{Error, ReduceDims, Result, Tensor};
+use crate::{DimList, Error, ReduceDims, Result, Tensor};
+
+/// Dims of a tensor of this rank, each once.
+fn distinct(op: &'static str, dims: &[isize], rank: usize) -> Result<Dims> {
+    let mut out = Dims::new();
+    for &dim in dims {
+        let d = if dim < 0 { dim + rank as isize } else { dim };
+        if !(0..rank as isize).contains(&d) {
+            return Err(Error::DimOutOfRange { op, dim, rank });
+        }
+        if out.contains(&(d as usize)) {
+            return Err(Error::invalid(op, format!("{dims:?} names dimension {d} twice")));
+        }
+        out.push(d as usize);
+    }
+    Ok(out)
+}
 
 impl Tensor {
     /// The view `layout`, which has every element once; `back` brings a gradient back to this tensor's shape.
@@ -140,13 +156,33 @@ impl Tensor {
         Ok(self.rearranged(op, self.layout.permute(&order), move |grad| grad.permute(&back)))
     }
 
-    /// Dimension `source` moved to position `destination`, the others in their order (PyTorch's `movedim`).
-    pub fn movedim(&self, source: isize, destination: isize) -> Result<Tensor> {
+    /// Dimensions `source` moved to positions `destination`, one or several, the others in their order (PyTorch's `movedim`).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::zeros([2, 3, 4], Device::Cpu)?;
+    /// assert_eq!(a.movedim(0, -1)?.shape().dims(), [3, 4, 2]);
+    /// assert_eq!(a.movedim([0, 1], [-1, -2])?.shape().dims(), [4, 3, 2]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dimension that is named twice, or more of one than of the other.
+    pub fn movedim(&self, source: impl Into<DimList>, destination: impl Into<DimList>) -> Result<Tensor> {
         let op = "movedim";
-        let (from, to) = (self.shape().dim(op, source)?, self.shape().dim(op, destination)?);
-        let mut order: Dims<isize> = (0..self.rank() as isize).collect();
-        let dim = order.remove(from);
-        order.insert(to, dim);
+        let (source, destination) = (source.into().0, destination.into().0);
+        if source.len() != destination.len() {
+            let reason = format!("{source:?} and {destination:?} are not as many dimensions");
+            return Err(Error::invalid(op, reason));
+        }
+        let (from, to) = (distinct(op, &source, self.rank())?, distinct(op, &destination, self.rank())?);
+        let mut others = (0..self.rank()).filter(|d| !from.contains(d));
+        let order: Dims<isize> = (0..self.rank())
+            .filter_map(|d| match to.iter().position(|&t| t == d) {
+                Some(i) => Some(from[i] as isize),
+                None => others.next().map(|d| d as isize),
+            })
+            .collect();
         self.permute(&order)
     }
 
@@ -214,14 +250,17 @@ impl Tensor {
         self.view(kept)
     }
 
-    /// With a dimension of size 1 in place `dim` of the result (PyTorch's `unsqueeze`).
-    pub fn unsqueeze(&self, dim: isize) -> Result<Tensor> {
-        let rank = self.rank() + 1;
-        let d = if dim < 0 { dim + rank as isize } else { dim };
-        if !(0..rank as isize).contains(&d) {
-            return Err(Error::DimOutOfRange { op: "unsqueeze", dim, rank });
-        }
-        Ok(self.rearranged("unsqueeze", self.layout.insert(d as usize), move |grad| grad.squeeze(d)))
+    /// With a dimension of size 1 in place `dims` of the result, one or several (PyTorch's `unsqueeze`, NumPy's `expand_dims`).
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dimension that is named twice.
+    pub fn unsqueeze(&self, dims: impl Into<DimList>) -> Result<Tensor> {
+        let (op, dims) = ("unsqueeze", dims.into().0);
+        let mut new = distinct(op, &dims, self.rank() + dims.len())?;
+        new.sort_unstable();
+        let layout = new.iter().fold(self.layout.clone(), |layout, &d| layout.insert(d));
+        let back: Dims<isize> = new.iter().map(|&d| d as isize).collect();
+        Ok(self.rearranged(op, layout, move |grad| grad.squeeze_dims(&back)))
     }
 
     /// Dimensions of size 1 stretched to `shape`, which may have more dimensions in front; -1 keeps a size (PyTorch's

@@ -162,6 +162,7 @@ fn what_does_not_exist_is_refused_and_nothing_changes() {
     dim(t.flip(isize::MIN));
     dim(t.permute(&[0, 5]));
     assert!(matches!(t.unsqueeze(3), Err(Error::DimOutOfRange { rank: 3, .. })));
+    assert!(matches!(t.unsqueeze([0, 4]), Err(Error::DimOutOfRange { dim: 4, rank: 4, .. })));
     let index = |r: Result<Tensor>| assert!(matches!(r, Err(Error::IndexOutOfRange { size: 3, .. })), "{r:?}");
     index(t.select(1, 3));
     index(t.select(1, -4));
@@ -183,6 +184,10 @@ fn what_does_not_exist_is_refused_and_nothing_changes() {
     invalid(t.view([-1, -1]));
     invalid(t.diagonal(0, 1, -1));
     invalid(t.unsqueeze(0).unwrap().t());
+    invalid(t.unsqueeze([0, -4]));
+    invalid(t.movedim([0, 0], [0, 1]));
+    invalid(t.movedim(vec![0, 1], 0));
+    invalid(Tensor::eye([1, 2, 3], Device::Cpu));
     invalid(t.unfold(1, 4, 1));
     invalid(t.unfold(1, 2, 0));
     // Of one element that is repeated: more windows than can be counted.

@@ -40,6 +40,10 @@ fn constants() -> Vec<Case> {
     for n in [0, 1, 4] {
         cases.push(made("eye", &[n.into()]).gives(move |_| vec![built(&[n, n], |i| f64::from(i[0] == i[1]))]));
     }
+    for [n, m] in [[2, 3], [3, 2], [0, 2], [1, 1]] {
+        let identity = move |_: &[ArrayD<f64>]| vec![built(&[n, m], |i| f64::from(i[0] == i[1]))];
+        cases.push(made("eye", &[sizes(&[n, m])]).gives(identity));
+    }
     cases
 }
 

@@ -175,6 +175,54 @@ fn running_statistics_follow_the_batch() {
     });
 }
 
+/// Halves with numbers in f32 are normalised in f32 and rounded once, and each gradient has the dtype of its tensor.
+#[test]
+fn halves_with_numbers_in_f32() {
+    type Norm = fn(&Tensor, [&Tensor; 4]) -> claystone::Result<Tensor>;
+    fn batch_norm(x: &Tensor, numbers: [&Tensor; 4], training: bool) -> claystone::Result<Tensor> {
+        let [weight, bias, running_mean, running_var] = numbers.map(Some);
+        let given = BatchNormOptions { running_mean, running_var, weight, bias, training, ..Default::default() };
+        x.transpose(1, 2)?.batch_norm(given)
+    }
+    let norms: [Norm; 4] = [
+        |x, [weight, bias, ..]| x.layer_norm(&[5], Some(weight), Some(bias), 1e-5),
+        |x, [weight, bias, ..]| x.transpose(1, 2)?.group_norm(5, Some(weight), Some(bias), 1e-5),
+        |x, numbers| batch_norm(x, numbers, true),
+        |x, numbers| batch_norm(x, numbers, false),
+    ];
+    each_device(|device| {
+        for dtype in [DType::F16, DType::BF16] {
+            for (i, norm) in norms.iter().enumerate() {
+                let numbers = |first: i64| {
+                    let numbers = Tensor::arange(first, first + 5, 1, device).unwrap().mul_scalar(0.3).unwrap();
+                    numbers.requires_grad_(first < 3).unwrap()
+                };
+                let x = Tensor::arange(0, 40, 1, device).unwrap().sin().unwrap().reshape([2, 4, 5]).unwrap();
+                let run = |x: Tensor| {
+                    let x = x.requires_grad_(true).unwrap();
+                    let given = [numbers(1), numbers(2), numbers(3), numbers(4)];
+                    let y = norm(&x, given.each_ref()).unwrap();
+                    y.sin().unwrap().sum((), false).unwrap().backward().unwrap();
+                    let grads = [&x, &given[0], &given[1]].map(|t| t.grad().unwrap());
+                    assert!(grads[0].dtype() == x.dtype() && grads[1].dtype() == DType::F32);
+                    [y].into_iter().chain(grads).chain(given.into_iter().skip(2)).collect::<Vec<_>>()
+                };
+                let half = x.to_dtype(dtype).unwrap();
+                let (got, want) = (run(half.shallow_clone()), run(half.to_dtype(DType::F32).unwrap()));
+                assert_eq!(got[0].dtype(), dtype);
+                // The statistics are the same; else the rounding of the result is in it.
+                let tolerance = if dtype == DType::F16 { 2e-3 } else { 2e-2 };
+                for (k, (got, want)) in got.iter().zip(&want).enumerate() {
+                    let tolerance = if k >= 4 { 1e-6 } else { tolerance };
+                    let most = f64s(want).iter().fold(1.0, |m: f64, v| m.max(v.abs()));
+                    let near = (f64s(got) - f64s(want)).iter().all(|d| d.abs() <= tolerance * most);
+                    assert!(near, "norm {i}, value {k} in {dtype} on {device}");
+                }
+            }
+        }
+    });
+}
+
 /// Large means leave the variance its digits.
 #[test]
 fn variances_survive_large_means() {

@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use claystone::{DType, Device, Error, Tensor, autograd::gradcheck};
-use ndarray::{ArrayD, Axis};
+use ndarray::{ArrayD, Axis, Dimension, IxDyn};
 
 use crate::common::{each_device, f64s};
 use crate::harness::{Case, case};
@@ -118,6 +118,20 @@ fn told_apart(x: &ArrayD<f64>) -> [ArrayD<f64>; 3] {
     ]
 }
 
+/// The different slices along a dim in lexicographic order, where each slice is among them, and how often each is there.
+fn slices_apart(x: &ArrayD<f64>, dim: usize) -> Vec<ArrayD<f64>> {
+    let slice = |i: usize| x.index_axis(Axis(dim), i).iter().copied().collect::<Vec<f64>>();
+    let mut kept: Vec<usize> = (0..x.len_of(Axis(dim))).collect();
+    kept.sort_by(|&a, &b| slice(a).partial_cmp(&slice(b)).unwrap());
+    kept.dedup_by_key(|i| slice(*i));
+    let inverse: Vec<f64> = (0..x.len_of(Axis(dim)))
+        .map(|i| kept.iter().position(|&k| slice(k) == slice(i)).unwrap() as f64)
+        .collect();
+    let counts: Vec<f64> = (0..kept.len()).map(|k| inverse.iter().filter(|&&i| i == k as f64).count() as f64).collect();
+    let vector = |v: Vec<f64>| ArrayD::from_shape_vec(vec![v.len()], v).unwrap();
+    vec![x.select(Axis(dim), &kept), vector(inverse), vector(counts)]
+}
+
 fn not_zero(x: &ArrayD<f64>) -> ArrayD<f64> {
     let found: Vec<f64> = x
         .indexed_iter()
@@ -129,12 +143,20 @@ fn not_zero(x: &ArrayD<f64>) -> ArrayD<f64> {
 
 fn of_counts() -> Vec<Case> {
     let mut cases = Vec::new();
+    for (shape, dim) in [(&[7, 3][..], 0isize), (&[3, 2, 5], -1)] {
+        let axis = if dim < 0 { shape.len() - 1 } else { dim as usize };
+        cases.push(case("unique_all").input(shape).arg(dim).gives(move |x| slices_apart(&x[0], axis)));
+    }
     for shape in [&[4, 6][..], &[0, 3]] {
         cases.push(case("unique").input(shape).gives(|x| told_apart(&x[0])[..1].to_vec()));
         cases.push(case("unique_counts").input(shape).gives(|x| told_apart(&x[0])[..2].to_vec()));
         cases.push(case("unique_inverse").input(shape).gives(|x| {
             let [values, _, inverse] = told_apart(&x[0]);
             vec![values, inverse]
+        }));
+        cases.push(case("unique_all").input(shape).gives(|x| {
+            let [values, counts, inverse] = told_apart(&x[0]);
+            vec![values, inverse, counts]
         }));
         cases.push(case("unique_consecutive").input(shape).gives(|x| {
             let (mut values, mut counts): (Vec<f64>, Vec<f64>) = (vec![], vec![]);
@@ -367,8 +389,28 @@ fn what_is_told_apart() {
             let again = values.index_select(0, &inverse.flatten(0, -1).unwrap()).unwrap();
             assert_eq!(all(&again), f64s(&t).iter().copied().collect::<Vec<_>>());
         }
+        // Of two numbers, so that slices agree in part or in whole.
+        let two = |at: &[usize]| (at.iter().fold(1, |h, i| h * 5 + i * i) / 3 % 2) as f64;
+        for (shape, dim) in [([40, 5, 1], 0), ([3, 2, 9], 2), ([2, 12, 1], 1), ([1, 6, 2], 0), ([0, 3, 2], 0)] {
+            let x = ArrayD::from_shape_fn(IxDyn(&shape), |at| two(at.slice()));
+            let reversed = Tensor::from_ndarray_view(&x.view().reversed_axes(), Device::Cpu).unwrap();
+            for dtype in [DType::F32, DType::BF16, DType::U8, DType::Bool] {
+                let t = reversed.to_dtype(dtype).unwrap().to_device(device).unwrap().permute(&[2, 1, 0]).unwrap();
+                let (values, inverse, counts) = t.unique_all(dim as isize).unwrap();
+                assert_eq!(values.dtype(), dtype);
+                assert_eq!([f64s(&values), f64s(&inverse), f64s(&counts)].to_vec(), slices_apart(&x, dim), "{shape:?}");
+            }
+        }
         let nans = Tensor::from_slice(&[f32::NAN, 1.0, f32::NAN], 3, device).unwrap();
         assert_eq!(nans.unique().unwrap().numel(), 3);
+        let (values, inverse, counts) = nans.unique_all(None).unwrap();
+        assert_eq!((values.numel(), inverse.to_vec::<i64>().unwrap()), (3, vec![1, 0, 2]));
+        assert_eq!(counts.to_vec::<i64>().unwrap(), [1, 1, 1]);
+        // Rows without elements are all the same.
+        let (values, inverse, counts) = Tensor::zeros([4, 0], device).unwrap().unique_all(0).unwrap();
+        assert_eq!((values.shape().dims(), counts.to_vec::<i64>().unwrap()), (&[1, 0][..], vec![4]));
+        assert_eq!(inverse.to_vec::<i64>().unwrap(), [0; 4]);
+        assert!(matches!(nans.unique_all(1), Err(Error::DimOutOfRange { dim: 1, rank: 1, .. })));
         let empty = Tensor::zeros([0, 3], device).unwrap();
         let (values, inverse, counts) = empty.unique_consecutive().unwrap();
         assert_eq!((values.numel(), inverse.shape().dims(), counts.numel()), (0, &[0, 3][..], 0));

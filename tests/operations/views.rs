@@ -106,6 +106,9 @@ fn shapes() -> Vec<Case> {
             case("unflatten").input(&shape).arg(2).arg(&[2, -1]).gives(move |x| vec![reshaped(&x[0], &[a, b, 2, 2])]),
         );
         cases.push(case("unsqueeze").input(&shape).arg(-1).gives(move |x| vec![reshaped(&x[0], &[a, b, c, 1])]));
+        cases.push(
+            case("unsqueeze").input(&shape).arg(&[-1, 0, 2]).gives(move |x| vec![reshaped(&x[0], &[1, a, 1, b, c, 1])]),
+        );
     }
     for shape in [[2, 1, 3, 1], [2, 1, 0, 1]] {
         let [a, _, c, _] = shape;
@@ -125,6 +128,7 @@ fn orders() -> Vec<Case> {
         let rotated = |x: &[ArrayD<f64>]| vec![x[0].clone().permuted_axes(IxDyn(&[1, 2, 0]))];
         cases.push(case("permute").input(&shape).arg(&[1, -1, 0]).gives(rotated));
         cases.push(case("movedim").input(&shape).arg(0).arg(2).gives(rotated));
+        cases.push(case("movedim").input(&shape).arg(&[2, 0]).arg(&[1, -1]).gives(rotated));
         cases.push(case("flip").input(&shape).arg(&[0, -1]).gives(|x| vec![turned(&x[0], &[0, 2])]));
         cases.push(case("flip").input(&shape).gives(|x| vec![turned(&x[0], &[0, 1, 2])]));
         cases.push(case("fliplr").input(&shape).gives(|x| vec![turned(&x[0], &[1])]));
@@ -203,6 +207,10 @@ fn repetitions() -> Vec<Case> {
     cases.push(strided(&[1], &[7]).arg(Argument::None).gives(first(&[1])));
     cases.push(case("as_strided").input(&[0]).arg(&[2, 0]).arg(&[1, 1]).gives(|_| vec![built(&[2, 0], |_| 0.0)]));
     for n in [3, 0] {
+        cases.push(case("meshgrid_xy").input(&[n]).input(&[2]).input(&[]).gives(move |x| {
+            let shape = [2, n, 1];
+            vec![built(&shape, |i| x[0][[i[1]]]), built(&shape, |i| x[1][[i[0]]]), built(&shape, |_| x[2][[]])]
+        }));
         cases.push(case("meshgrid").input(&[n]).input(&[2]).input(&[]).gives(move |x| {
             let shape = [n, 2, 1];
             vec![built(&shape, |i| x[0][[i[0]]]), built(&shape, |i| x[1][[i[1]]]), built(&shape, |_| x[2][[]])]

@@ -50,7 +50,8 @@ pub(crate) fn widened(inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>
     }
 }
 
-fn widen(inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+/// Halves among the inputs as f32; None where there are none.
+pub(crate) fn widen(inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     let half = |t: &Tensor| matches!(t.dtype, DType::F16 | DType::BF16);
     if !inputs.iter().any(|t| half(t)) {
         return Ok(None);

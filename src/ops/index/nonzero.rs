@@ -12,6 +12,7 @@ operations! {
     unique(x): Sorting, All -> Same;
     unique_inverse(x) "unique": Sorting, All -> Same;
     unique_counts(x) "unique": Sorting, All -> Same;
+    unique_all(x, int?) "unique": Sorting, All -> Same;
     unique_consecutive(x): Sorting, All -> Same;
     bincount(x, x?, size): Sorting, IntegersOnly -> I64;
     histc(x, size, float, float): Sorting, Floats -> Same;
@@ -58,6 +59,34 @@ fn runs(t: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     Ok((values, running, starts))
 }
 
+/// For every element of `[N, C]` how many different elements of its column are below it.
+fn dense_ranks(t: &Tensor) -> Result<Tensor> {
+    let (sorted, order) = t.sort(0, false)?;
+    let rises = Tensor::zeros(t.shape(), (DType::I64, t.device()))?;
+    let n = t.shape().dims()[0];
+    if n > 1 {
+        rises.narrow(0, 1, n - 1)?.copy_(&sorted.narrow(0, 1, n - 1)?.ne(&sorted.narrow(0, 0, n - 1)?)?)?;
+    }
+    rises.scatter(0, &order, &rises.cumsum(0)?)
+}
+
+/// For every row of `[N, C]` how many different rows are below it, compared from the left. Ranks of neighbouring columns are
+/// combined in pairs, so that the number of launches grows with the logarithm of the columns.
+fn row_ranks(rows: &Tensor) -> Result<Tensor> {
+    let n = rows.shape().dims()[0];
+    if rows.numel() == 0 {
+        return Tensor::zeros(n, (DType::I64, rows.device()));
+    }
+    let mut ranks = dense_ranks(rows)?;
+    while let columns @ 2.. = ranks.shape().dims()[1] {
+        let pairs = ranks.narrow(1, 0, columns / 2 * 2)?.reshape([n, columns / 2, 2])?;
+        let combined = pairs.select(2, 0)?.mul_scalar(n)?.add(&pairs.select(2, 1)?)?;
+        let last = ranks.narrow(1, columns / 2 * 2, columns % 2)?;
+        ranks = Tensor::cat(&[&dense_ranks(&combined)?, &last], 1)?;
+    }
+    ranks.squeeze(1)
+}
+
 impl Tensor {
     /// The different elements, in ascending order; a vector (PyTorch's `unique`). Every NaN is different. Waits.
     ///
@@ -89,6 +118,45 @@ impl Tensor {
         replaced!("unique_counts", [self]);
         let (values, _, starts) = runs(&flatten(self)?.sort(0, false)?.0)?;
         Ok((values, starts.diff(1, 0)?))
+    }
+
+    /// [`Tensor::unique`] with all that it tells: the different elements, for every element the index of its equal among them, in
+    /// this tensor's shape, and how often each is there. Along a dim it is about the slices at each index of that dim, in
+    /// lexicographic order: the different ones, and a vector each of indices and counts (PyTorch's `unique` with
+    /// `return_inverse`, `return_counts` and `dim`). Waits.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1i64, 2, 0, 5, 1, 2], [3, 2], Device::Cpu)?;
+    /// let (rows, inverse, counts) = t.unique_all(0)?;
+    /// assert_eq!(rows.to_vec::<i64>()?, [0, 5, 1, 2]);
+    /// assert_eq!((inverse.to_vec::<i64>()?, counts.to_vec::<i64>()?), (vec![1, 0, 1], vec![1, 2]));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`]; those of [`Tensor::unique`].
+    pub fn unique_all(&self, dim: impl Into<Option<isize>>) -> Result<(Tensor, Tensor, Tensor)> {
+        let dim = dim.into();
+        let op = replaced!("unique_all", [self], dim);
+        let slices = match dim {
+            Some(dim) => {
+                self.shape().dim(op, dim)?;
+                self.detach().movedim(dim, 0)?
+            }
+            None => flatten(self)?,
+        };
+        let n = slices.shape().dims()[0];
+        let columns = slices.shape().dims()[1..].iter().product();
+        let inverse = row_ranks(&slices.reshape([n, columns])?)?;
+        let (sorted, order) = inverse.sort(0, false)?;
+        let (_, _, starts) = runs(&sorted)?;
+        let first = order.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        let values = slices.index_select(0, &first)?;
+        match dim {
+            Some(dim) => Ok((values.movedim(0, dim)?, inverse, starts.diff(1, 0)?)),
+            None => Ok((values, inverse.reshape(self.shape())?, starts.diff(1, 0)?)),
+        }
     }
 
     /// One of each run of equal elements in row-major order, for every element the number of its run, of this tensor's

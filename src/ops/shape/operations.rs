@@ -34,7 +34,7 @@ operations! {
     arange(scalar, scalar, scalar, options): Creation, Numbers -> Same;
     linspace(float, float, size, options): Creation, Numbers -> Same;
     logspace(float, float, size, float, options): Creation, Numbers -> Same;
-    eye(size, options): Creation, All -> Same;
+    eye(sizes, options): Creation, All -> Same;
     tril_indices(size, size, int, device): Creation, All -> I64;
     triu_indices(size, size, int, device): Creation, All -> I64;
     empty_like(x): Creation, All -> Same;
@@ -52,7 +52,7 @@ operations! {
     t(x): View, All -> Same, differentiable;
     mt(x) "mT": View, All -> Same, differentiable;
     permute(x, &ints): View, All -> Same, differentiable;
-    movedim(x, int, int): View, All -> Same, differentiable;
+    movedim(x, ints, ints): View, All -> Same, differentiable;
     narrow(x, int, size, size): View, All -> Same, differentiable;
     slice(x, int, int?, int?, int) "Tensor.__getitem__": View, All -> Same, differentiable;
     select(x, int, int): View, All -> Same, differentiable;
@@ -60,7 +60,7 @@ operations! {
     squeeze(x, int): View, All -> Same, differentiable;
     squeeze_dims(x, &ints) "squeeze": View, All -> Same, differentiable;
     squeeze_all(x) "squeeze": View, All -> Same, differentiable;
-    unsqueeze(x, int): View, All -> Same, differentiable;
+    unsqueeze(x, ints): View, All -> Same, differentiable;
     expand(x, ints): View, All -> Same, differentiable;
     broadcast_to(x, ints): View, All -> Same, differentiable;
     expand_as(x, x): View, All -> Same, differentiable;
@@ -83,6 +83,7 @@ operations! {
     tensor_split(x, size, int): View, All -> Same, differentiable;
     tensor_split_at(x, &ints, int) "tensor_split": View, All -> Same, differentiable;
     meshgrid(xs): View, All -> Same, differentiable;
+    meshgrid_xy(xs) "meshgrid": View, All -> Same, differentiable;
     cat(xs, int): Joining, All -> Same, differentiable;
     stack(xs, int): Joining, All -> Same, differentiable;
     hstack(xs): Joining, All -> Same, differentiable;

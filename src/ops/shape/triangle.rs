@@ -167,7 +167,28 @@ impl Tensor {
     /// # Errors
     /// No tensor at all; one of two dimensions or more.
     pub fn meshgrid<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Vec<Tensor>> {
-        let op = "meshgrid";
+        Tensor::grid("meshgrid", tensors)
+    }
+
+    /// [`Tensor::meshgrid`] with the first two dimensions exchanged: columns of the first vector, rows of the second (PyTorch's
+    /// `meshgrid` with `indexing='xy'`, NumPy's default).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let (x, y) = (Tensor::arange(0, 2, 1, Device::Cpu)?, Tensor::arange(0, 3, 1, Device::Cpu)?);
+    /// let grid = Tensor::meshgrid_xy(&[&x, &y])?;
+    /// assert_eq!(grid[0].to_vec::<f32>()?, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::meshgrid`].
+    pub fn meshgrid_xy<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Vec<Tensor>> {
+        let grid = Tensor::grid("meshgrid_xy", tensors)?;
+        if grid.len() < 2 { Ok(grid) } else { grid.iter().map(|t| t.transpose(0, 1)).collect() }
+    }
+
+    fn grid<T: Borrow<Tensor>>(op: &'static str, tensors: &[T]) -> Result<Vec<Tensor>> {
         invalid!(op if let Some(t) = tensors.iter().map(Borrow::borrow).find(|t| t.rank() > 1),
             "it takes vectors, and one has shape {}", t.shape());
         invalid!(op if tensors.is_empty(), "there is no tensor");

@@ -1,15 +1,18 @@
 //! The norms as methods: argument checks, and the view of rows for each.
 
+use smallvec::SmallVec;
+
 use crate::autograd::is_tracked;
 use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{View, unbind};
 use crate::ops::dispatch::arguments::Argument;
+use crate::ops::dispatch::autocast::widen;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::recorded;
 use crate::ops::formula;
 use crate::ops::nn::norm::{BatchNormOptions, normalised};
 use crate::tensor::Dims;
-use crate::{Expr, Result, Scalar, Shape, Tensor, backend, no_grad};
+use crate::{DType, Expr, Result, Scalar, Shape, Tensor, backend, no_grad};
 
 /// x, and what there is of weight and bias.
 fn given<'a>(x: &'a Tensor, weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> Dims<&'a Tensor> {
@@ -24,6 +27,18 @@ fn rest<'a>(
 ) -> (Option<&'a Tensor>, Option<&'a Tensor>) {
     let mut others = all[1..].iter();
     (weight.and_then(|_| others.next()), bias.and_then(|_| others.next()))
+}
+
+/// The inputs in f32, and the dtype of the result: in autocast; and for halves with a weight or a bias in f32, as PyTorch's layers
+/// take them, whose result is rounded once.
+fn in_f32(inputs: &[&Tensor]) -> Result<Option<(SmallVec<[Tensor; 3]>, DType)>> {
+    let half = inputs[0].dtype;
+    let mixed = half.size() == 2 && inputs[1..].iter().any(|t| t.dtype == DType::F32);
+    Ok(match widened(inputs)? {
+        Some(wide) => Some((wide, DType::F32)),
+        None if mixed => Some((widen(inputs)?.unwrap_or_default(), half)),
+        None => None,
+    })
 }
 
 /// Asks the registry, by which a bias comes after a weight only.
@@ -62,8 +77,9 @@ fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Te
 
 impl Tensor {
     /// `(x - mean) / sqrt(var + eps) * weight + bias` over the last dims, which have the normalised shape, as weight and bias
-    /// do (PyTorch's `layer_norm`, whose default eps is 1e-5). Floats, computed in f32 at least. One launch, on GPUs two of rows
-    /// longer than their registers. Differentiable in all three.
+    /// do (PyTorch's `layer_norm`, whose default eps is 1e-5). Floats, computed in f32 at least; f16 and bf16 with weight
+    /// and bias of their own dtype or in f32. One launch, on GPUs two of rows longer than their registers. Differentiable in all
+    /// three.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -84,9 +100,9 @@ impl Tensor {
     ) -> Result<Tensor> {
         let op = "layer_norm";
         let inputs = given(self, weight, bias);
-        if let Some(wide) = widened(&inputs)? {
+        if let Some((wide, dtype)) = in_f32(&inputs)? {
             let (weight, bias) = rest(&wide, weight, bias);
-            return wide[0].layer_norm(normalized_shape, weight, bias, eps);
+            return wide[0].layer_norm(normalized_shape, weight, bias, eps)?.to_dtype(dtype);
         }
         replace!(op, inputs, weight, bias, normalized_shape, eps);
         check_last(op, self, normalized_shape, &[weight, bias])?;
@@ -109,9 +125,9 @@ impl Tensor {
         check_last(op, self, normalized_shape, &[weight])?;
         let n = normalized_shape.iter().product();
         let least = match self.dtype {
-            crate::DType::F64 => f64::EPSILON,
-            crate::DType::F16 => 2f64.powi(-10),
-            crate::DType::BF16 => 2f64.powi(-7),
+            DType::F64 => f64::EPSILON,
+            DType::F16 => 2f64.powi(-10),
+            DType::BF16 => 2f64.powi(-7),
             _ => f32::EPSILON.into(),
         };
         let statistics = View::Last(n).statistics(self)?;
@@ -132,9 +148,9 @@ impl Tensor {
     ) -> Result<Tensor> {
         let op = "group_norm";
         let inputs = given(self, weight, bias);
-        if let Some(wide) = widened(&inputs)? {
+        if let Some((wide, dtype)) = in_f32(&inputs)? {
             let (weight, bias) = rest(&wide, weight, bias);
-            return wide[0].group_norm(groups, weight, bias, eps);
+            return wide[0].group_norm(groups, weight, bias, eps)?.to_dtype(dtype);
         }
         replace!(op, inputs, weight, bias, groups, eps);
         check_channels(op, self, &[weight, bias])?;
@@ -161,7 +177,8 @@ impl Tensor {
 
     /// Each channel of `[N, C, ..]` less its mean, over its standard deviation (PyTorch's `batch_norm`): in training over the
     /// batch, launched as [`Tensor::layer_norm`] and once more for the running statistics, which move towards the batch's mean
-    /// and unbiased variance; otherwise by the running statistics. Floats, computed in f32 at least. Differentiable in x, weight and bias.
+    /// and unbiased variance; otherwise by the running statistics. Floats, computed in f32 at least; f16 and bf16 with
+    /// numbers of their own dtype or in f32. Differentiable in x, weight and bias.
     ///
     /// By name ([`ops::call`](crate::ops::call)) it takes x, running mean, running variance, weight and bias, then whether it is
     /// training, the momentum and eps. In training without a momentum there are no running statistics among the tensors.
@@ -181,9 +198,9 @@ impl Tensor {
         let op = "batch_norm";
         let BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps } = options;
         let inputs = given(self, weight, bias);
-        if let Some(wide) = widened(&inputs)? {
+        if let Some((wide, dtype)) = in_f32(&inputs)? {
             let (weight, bias) = rest(&wide, weight, bias);
-            return wide[0].batch_norm(BatchNormOptions { weight, bias, ..options });
+            return wide[0].batch_norm(BatchNormOptions { weight, bias, ..options })?.to_dtype(dtype);
         }
         match (training, running_mean, running_var) {
             (true, None, None) => replace!(op, inputs, weight, bias, true, Argument::None, eps),
