@@ -5,12 +5,12 @@ use std::path::PathBuf;
 
 use claystone::storage::Snapshot;
 
-/// Summarise memory snapshots: pools, free memory, the largest segments, who allocated what is in use
+/// Summarise memory snapshots: pools, free memory, the largest segments, who holds what is in use, and since when
 #[derive(clap::Args)]
 #[command(
     long_about = "Summarises memory snapshots of PyTorch or claystone (.pickle, .pkl or .json): a line for each pool
 and stream, the largest segments, drawn with # for memory in use, + for partly, . for free, and the memory in use by
-where it was allocated, which shows what leaks.
+where it was allocated, by the names given to with_context and by age, and the ten largest blocks, which shows what leaks.
 'claystone replay' replays the history that a snapshot has."
 )]
 pub struct Args {

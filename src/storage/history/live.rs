@@ -1,11 +1,12 @@
-//! Live memory by the call sites that allocated it.
+//! Live memory by the call sites that allocated it, by context, by age, and block by block.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
+use std::time::Duration;
 
-use super::snapshot::{BlockState, Frame, Snapshot};
+use super::snapshot::{BlockState, Frame, Snapshot, TraceAction};
 use super::summary::size;
 
 /// The blocks in use that were allocated at one place in the program: at a line of a function, or, where no stacks were
@@ -21,7 +22,106 @@ pub struct LiveMemory {
     pub blocks: u64,
 }
 
+/// A block in use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LiveBlock {
+    /// The device's number: the index into [`Snapshot::device_traces`].
+    pub device: u32,
+    /// Its first byte's.
+    pub address: u64,
+    /// What was asked for, in bytes.
+    pub bytes: u64,
+    /// Where it was allocated, the innermost first, with the names given to [`with_context`](super::with_context).
+    pub frames: Arc<[Frame]>,
+    /// The names given to [`with_context`](super::with_context), joined by slashes, and the time from its allocation to the
+    /// last entry of its device's trace; none where the trace does not have its allocation (any more).
+    pub traced: Option<(String, Duration)>,
+}
+
 impl Snapshot {
+    /// Blocks in use, the largest first, with what the trace says of them.
+    ///
+    /// ```
+    /// use claystone::storage::{HistoryOptions, with_context};
+    /// use claystone::{Device, Tensor};
+    /// let device = Device::Cpu;
+    /// device.record_memory_history(HistoryOptions::default())?;
+    /// let cache = with_context("cache", || Tensor::zeros(&[1 << 20], device))?; // 4 MiB
+    /// let blocks = device.memory_snapshot()?.live_blocks();
+    /// let (context, _age) = blocks[0].traced.as_ref().expect("it was allocated while the history was recorded");
+    /// assert_eq!((context.as_str(), blocks[0].bytes), ("cache", 4 << 20));
+    /// # drop(cache);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn live_blocks(&self) -> Vec<LiveBlock> {
+        let mut allocated = HashMap::new();
+        for (device, trace) in self.device_traces.iter().enumerate() {
+            let now = trace.last().map_or(0, |entry| entry.time_us);
+            for entry in trace {
+                let block = (device as u64, entry.addr);
+                match entry.action {
+                    TraceAction::Alloc => {
+                        let age = Duration::from_micros(now.saturating_sub(entry.time_us));
+                        allocated.insert(block, (&entry.compile_context, age));
+                    }
+                    TraceAction::FreeCompleted => _ = allocated.remove(&block),
+                    _ => {}
+                }
+            }
+        }
+        let blocks = self.segments.iter().flat_map(|s| s.blocks.iter().map(move |b| (s.device, b)));
+        let mut blocks: Vec<LiveBlock> = blocks
+            .filter(|(_, block)| block.state != BlockState::Inactive)
+            .map(|(device, block)| LiveBlock {
+                device,
+                address: block.address,
+                bytes: block.requested_size,
+                frames: Arc::clone(&block.frames),
+                traced: allocated
+                    .get(&(device.into(), block.address))
+                    .map(|(context, age)| (context.to_string(), *age)),
+            })
+            .collect();
+        blocks.sort_by_key(|block| (Reverse(block.bytes), block.device, block.address));
+        blocks
+    }
+
+    /// Writes the blocks in use by context and by age, and the largest, as far as something is known of them.
+    pub(super) fn fmt_live_blocks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let blocks = self.live_blocks();
+        let traced = |block: &LiveBlock| block.traced.is_some();
+        if blocks.iter().any(|b| b.traced.as_ref().is_some_and(|(context, _)| !context.is_empty())) {
+            fmt_groups(f, "context", &blocks, |block| match &block.traced {
+                Some((context, _)) if context.is_empty() => (0, "no context".into()),
+                Some((context, _)) => (0, context.clone()),
+                None => (0, UNTRACED.into()),
+            })?;
+        }
+        if blocks.iter().any(traced) {
+            fmt_groups(f, "age", &blocks, |block| match &block.traced {
+                Some((_, age)) => match AGES.iter().position(|(_, end)| age.as_secs() < *end) {
+                    Some(i) => (i, format!("under {}", AGES[i].0)),
+                    None => (AGES.len(), "older".into()),
+                },
+                None => (AGES.len() + 1, UNTRACED.into()),
+            })?;
+        }
+        if blocks.iter().any(|block| traced(block) || !block.frames.is_empty()) {
+            writeln!(f, "the largest blocks in use:\n{:>11} {:>8}", "bytes", "age")?;
+            for block in blocks.iter().take(LARGEST) {
+                let age =
+                    block.traced.as_ref().map_or("unknown".into(), |(_, age)| format!("{:.1} s", age.as_secs_f64()));
+                let site = block.frames.first().map_or("unknown".into(), Frame::to_string);
+                write!(f, "{:>11} {age:>8}  {site}", size(block.bytes))?;
+                match &block.traced {
+                    Some((context, _)) if !context.is_empty() => writeln!(f, ", in {context}")?,
+                    _ => writeln!(f)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Blocks in use, grouped by the innermost frame of where they were allocated, the most bytes first: what leaks stands
     /// out.
     ///
@@ -84,6 +184,39 @@ impl Snapshot {
         Ok(())
     }
 }
+
+/// A table of the bytes and blocks of groups, which `key` gives a rank and a name: in the order of ranks, the most bytes first.
+fn fmt_groups(
+    f: &mut fmt::Formatter<'_>,
+    what: &str,
+    blocks: &[LiveBlock],
+    key: impl Fn(&LiveBlock) -> (usize, String),
+) -> fmt::Result {
+    let mut groups: HashMap<(usize, String), (u64, u64)> = HashMap::new();
+    for block in blocks {
+        let (bytes, count) = groups.entry(key(block)).or_default();
+        (*bytes, *count) = (bytes.saturating_add(block.bytes), *count + 1);
+    }
+    let mut groups: Vec<_> = groups.into_iter().collect();
+    groups.sort_by(|((a, x), (b, _)), ((c, y), (d, _))| (a, Reverse(b), x).cmp(&(c, Reverse(d), y)));
+    writeln!(f, "in use, by {what}:\n{:>11} {:>8}", "bytes", "blocks")?;
+    for ((_, name), (bytes, count)) in groups.iter().take(SITES) {
+        writeln!(f, "{:>11} {count:>8}  {name}", size(*bytes))?;
+    }
+    if groups.len() > SITES {
+        writeln!(f, "and {} with less", groups.len() - SITES)?;
+    }
+    Ok(())
+}
+
+/// What is said of blocks whose allocation the trace does not have.
+const UNTRACED: &str = "not in the history";
+
+/// The ages that are told apart, in seconds.
+const AGES: [(&str, u64); 4] = [("1 second", 1), ("10 seconds", 10), ("1 minute", 60), ("10 minutes", 600)];
+
+/// How many blocks are listed.
+const LARGEST: usize = 10;
 
 /// How many call sites the table shows, and how many callers of each.
 const SITES: usize = 16;

@@ -32,7 +32,7 @@ pub(crate) use collect::WithContexts;
 use context::Frames;
 pub use context::{Context, annotate, annotations, with_context};
 pub use csv::{CsvAction, CsvEvent, CsvLog};
-pub use live::LiveMemory;
+pub use live::{LiveBlock, LiveMemory};
 pub use setting::Setting;
 pub(super) use snapshot::device_number;
 pub use snapshot::{

@@ -117,6 +117,7 @@ impl fmt::Display for Snapshot {
             writeln!(f, "and {} smaller segments", largest.len() - DRAWN)?;
         }
         self.fmt_live_memory(f)?;
+        self.fmt_live_blocks(f)?;
         for (device, trace) in self.device_traces.iter().enumerate().filter(|(_, t)| !t.is_empty()) {
             writeln!(f, "{} events recorded on device {device}", trace.len())?;
         }

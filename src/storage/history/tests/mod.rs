@@ -1,6 +1,7 @@
 //! Snapshots of a made-up allocator, checked against other readers and by breaking each rule once.
 
 mod check;
+mod live;
 mod pickle;
 mod toy;
 

@@ -1,0 +1,85 @@
+//! Who holds what, of a snapshot written by hand.
+
+use super::*;
+
+fn entry(action: &str, addr: u64, size: u64, time_us: u64, context: &str) -> String {
+    format!(
+        r#"{{"action": "{action}", "addr": {addr}, "size": {size}, "time_us": {time_us}, "compile_context": "{context}"}}"#
+    )
+}
+
+#[test]
+fn live_blocks_have_context_and_age() -> Result<()> {
+    const MIB: u64 = 1 << 20;
+    let block = |address: u64, size: u64, state: &str, line: u32| {
+        let frames = format!(r#"[{{"filename": "main.rs", "line": {line}, "name": "train"}}]"#);
+        let frames = if line == 0 { "[]" } else { &frames };
+        format!(
+            r#"{{"address": {address}, "size": {size}, "requested_size": {size}, "state": "{state}", "frames": {frames}}}"#
+        )
+    };
+    let blocks = [
+        block(0, 3 * MIB, "active_allocated", 7),
+        block(3 * MIB, MIB, "active_allocated", 9),
+        block(4 * MIB, 2048, "active_pending_free", 7),
+        block(4 * MIB + 2048, 512, "active_allocated", 0),
+        block(4 * MIB + 2560, 1536, "inactive", 0),
+    ];
+    let trace = [
+        entry("alloc", 3 * MIB, 100, 500_000, "old"), // another block that was there before
+        entry("alloc", 0, 3 * MIB, 1_000_000, "train/cache"),
+        entry("free_requested", 3 * MIB, 100, 1_000_000, ""),
+        entry("free_completed", 3 * MIB, 100, 1_000_000, ""),
+        entry("alloc", 3 * MIB, MIB, 696_000_000, "N/A"),
+        entry("alloc", 4 * MIB, 2048, 700_500_000, "train/cache"),
+        entry("free_requested", 4 * MIB, 2048, 700_600_000, ""),
+        entry("snapshot", 0, 0, 701_000_000, ""),
+    ];
+    let text = format!(
+        r#"{{"segments": [{{"device": 0, "address": 0, "total_size": {}, "stream": 0, "blocks": [{}]}}],
+            "device_traces": [[{}]]}}"#,
+        4 * MIB + 4096,
+        blocks.join(", "),
+        trace.join(", ")
+    );
+    let snapshot = Snapshot::from_json(&text)?;
+    let traced = |context: &str, millis| Some((context.to_string(), Duration::from_millis(millis)));
+    let live: Vec<_> = snapshot.live_blocks().into_iter().map(|b| (b.address, b.bytes, b.traced)).collect();
+    let expected = [
+        (0, 3 * MIB, traced("train/cache", 700_000)),
+        (3 * MIB, MIB, traced("", 5000)),
+        (4 * MIB, 2048, traced("train/cache", 500)),
+        (4 * MIB + 2048, 512, None),
+    ];
+    assert_eq!(live, expected);
+    let printed = snapshot.to_string();
+    let expected = "\
+in use, by where it was allocated:
+      bytes   blocks
+   3.00 MiB        2  train (main.rs:7)
+   1.00 MiB        1  train (main.rs:9)
+      512 B        1  unknown
+in use, by context:
+      bytes   blocks
+   3.00 MiB        2  train/cache
+   1.00 MiB        1  no context
+      512 B        1  not in the history
+in use, by age:
+      bytes   blocks
+   2.00 KiB        1  under 1 second
+   1.00 MiB        1  under 10 seconds
+   3.00 MiB        1  older
+      512 B        1  not in the history
+the largest blocks in use:
+      bytes      age
+   3.00 MiB  700.0 s  train (main.rs:7), in train/cache
+   1.00 MiB    5.0 s  train (main.rs:9)
+   2.00 KiB    0.5 s  train (main.rs:7), in train/cache
+      512 B  unknown  unknown
+";
+    assert!(printed.contains(expected), "{printed}");
+    // Of a snapshot without a history there is nothing to say.
+    let bare = Snapshot { device_traces: vec![vec![]], ..snapshot };
+    assert!(!bare.to_string().contains("by age") && !bare.to_string().contains("by context"), "{bare}");
+    Ok(())
+}
