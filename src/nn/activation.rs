@@ -51,6 +51,23 @@ impl Activation {
             Activation::Tanh => x.tanh(),
         }
     }
+
+    /// What the standard deviation of weights is multiplied by so that activations keep theirs from layer to layer (PyTorch's
+    /// `nn.init.calculate_gain`); 1 for those that PyTorch does not list.
+    ///
+    /// ```
+    /// use claystone::nn::Activation;
+    /// assert_eq!(Activation::Relu.gain(), 2f64.sqrt());
+    /// assert_eq!(Activation::Tanh.gain(), 5.0 / 3.0);
+    /// ```
+    pub fn gain(self) -> f64 {
+        match self {
+            Activation::Relu => 2f64.sqrt(),
+            Activation::LeakyRelu(slope) => (2.0 / (1.0 + slope * slope)).sqrt(),
+            Activation::Tanh => 5.0 / 3.0,
+            _ => 1.0,
+        }
+    }
 }
 
 impl Module for Activation {

@@ -126,6 +126,50 @@ pub fn xavier_normal_(t: &Tensor, gain: f64) -> Result<()> {
     normal_(t, 0.0, gain * (2.0 / (inputs + outputs).max(1.0)).sqrt())
 }
 
+/// A matrix of orthonormal rows, or columns where these are fewer, times `gain`, uniformly distributed among those; the dims of a
+/// weight after the first count as one (Saxe et al., 2013; `orthogonal_`). Computed on the host in f64.
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::init};
+/// let t = Tensor::zeros([3, 2, 4], Device::Cpu)?;
+/// init::orthogonal_(&t, 1.0)?;
+/// let rows = t.flatten(1, 2)?;
+/// let off = rows.matmul(&rows.t()?)?.sub(&Tensor::eye(3, Device::Cpu)?)?;
+/// assert!(off.abs()?.amax((), false)?.item::<f32>()? < 1e-6);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`kaiming_uniform_`].
+pub fn orthogonal_(t: &Tensor, gain: f64) -> Result<()> {
+    let op = "orthogonal_";
+    fans(op, t)?;
+    let outputs = t.shape().dims()[0];
+    let inputs = t.numel().checked_div(outputs).unwrap_or(0);
+    let (count, length) = (outputs.min(inputs), outputs.max(inputs));
+    let random = no_grad(|| Tensor::randn([count, length], t.device())?.to_vec::<f32>())?;
+    let mut vectors: Vec<Vec<f64>> =
+        random.chunks(length.max(1)).map(|v| v.iter().map(|&x| x.into()).collect()).collect();
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    for i in 0..vectors.len() {
+        let (before, after) = vectors.split_at_mut(i);
+        let v = &mut after[0];
+        // Gram and Schmidt's, twice: once leaves what rounding makes of vectors that were nearly dependent.
+        for u in before.iter().chain(before.iter()) {
+            let along = dot(u, v);
+            v.iter_mut().zip(u).for_each(|(v, u)| *v -= along * u);
+        }
+        let norm = dot(v, v).sqrt();
+        v.iter_mut().for_each(|v| *v /= norm);
+    }
+    let values = vectors.into_iter().flatten().map(|v| (gain * v) as f32).collect();
+    no_grad(|| {
+        let matrix = Tensor::from_vec(values, [count, length], t.device())?;
+        let matrix = if outputs == count { matrix } else { matrix.t()? };
+        t.copy_(&matrix.reshape(t.shape())?).map(|_| ())
+    })
+}
+
 /// What layers start from unless told otherwise: uniform in ±1/√fan, requiring a gradient.
 pub(super) fn default_parameter(shape: &[usize], fan: usize, options: TensorOptions) -> Result<Tensor> {
     let bound = 1.0 / (fan.max(1) as f64).sqrt();

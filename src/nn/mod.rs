@@ -21,6 +21,7 @@ mod rnn;
 mod sequential;
 mod summary;
 mod transformer;
+mod upsample;
 
 use crate::io::Stateful;
 pub use crate::io::{IncompatibleKeys, StateDict};
@@ -50,6 +51,7 @@ pub use transformer::{
     Transformer, TransformerDecoder, TransformerDecoderLayer, TransformerEncoder, TransformerEncoderLayer,
     TransformerOptions,
 };
+pub use upsample::{PixelShuffle, PixelUnshuffle, Upsample};
 
 use std::collections::HashSet;
 

@@ -9,6 +9,9 @@ mod gpt2;
 mod resnet;
 
 #[allow(dead_code)]
+#[path = "../../examples/super_resolution.rs"]
+mod super_resolution;
+#[allow(dead_code)]
 #[path = "../../examples/vae.rs"]
 mod vae;
 
@@ -79,6 +82,23 @@ fn vae_learns_and_draws() {
     });
     let losses = losses.into_inner();
     assert!(losses.iter().all(|loss| (loss - losses[0]).abs() < 0.01 * losses[0]), "{losses:?}");
+}
+
+#[test]
+fn super_resolution_learns() {
+    // The generator is the process's.
+    if !alone("examples::super_resolution_learns") {
+        return;
+    }
+    each_device(|device| {
+        let device = device.to_string();
+        let quality = |epochs| {
+            let words = format!("--images 100 --width 8 --epochs {epochs}");
+            super_resolution::train(&args(&words, &["--device", &device])).unwrap()[0]
+        };
+        let [first, last] = [1, 6].map(quality);
+        assert!(last > first + 3.0, "{first} dB to {last} dB on {device}");
+    });
 }
 
 const GPT2: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/gpt2");

@@ -317,6 +317,21 @@ fn first_values_have_the_spread_they_should() {
         check("trunc_normal_", 0.5396, 1.0);
         init::constant_(&t, 0.5).unwrap();
         assert_eq!(spread(&t), (0.5, 0.0, 0.5));
+        // Orthonormal rows, or columns, times the gain; of every dtype, through strides.
+        for (shape, count) in
+            [([6, 3, 5, 2], 6), ([40, 2, 3, 1], 6), ([7, 7, 1, 1], 7), ([1, 1, 1, 1], 1), ([0, 3, 1, 1], 0)]
+        {
+            for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::BF16, 2e-2)] {
+                let t =
+                    Tensor::zeros(&shape, (dtype, device)).unwrap().transpose(2, 3).unwrap().transpose(2, 3).unwrap();
+                init::orthogonal_(&t, 2.0).unwrap();
+                let rows = f64s(&t).into_shape_with_order((shape[0], shape[1] * shape[2] * shape[3])).unwrap();
+                let rows = if shape[0] > count { rows.reversed_axes() } else { rows };
+                let squares = rows.dot(&rows.t()) - ndarray::Array2::<f64>::eye(count) * 4.0;
+                assert!(squares.iter().all(|v| v.abs() <= 4.0 * tolerance), "{shape:?} {dtype} on {device}");
+            }
+        }
+        assert!(init::orthogonal_(&Tensor::zeros(3, device).unwrap(), 1.0).is_err());
         assert!(init::xavier_normal_(&Tensor::zeros(3, device).unwrap(), 1.0).is_err());
         assert!(init::trunc_normal_(&t, 0.0, 1.0, 9.0, 10.0).is_err());
         let leaf = Linear::new(3, 2, device).unwrap();

@@ -1,0 +1,69 @@
+//! Layers without parameters that make images larger or smaller.
+
+use super::Module;
+use crate::{Interpolation, Result, Tensor};
+
+/// [`Tensor::pixel_shuffle`] by this factor: r² channels become r by r pixels (PyTorch's `nn.PixelShuffle`).
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{Module, PixelShuffle}};
+/// let x = Tensor::arange(0, 4, 1, Device::Cpu)?.reshape([1, 4, 1, 1])?;
+/// assert_eq!(PixelShuffle(2).forward(&x)?.shape().dims(), [1, 1, 2, 2]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct PixelShuffle(
+    /// The factor.
+    pub usize,
+);
+
+impl Module for PixelShuffle {
+    crate::parts!();
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.pixel_shuffle(self.0)
+    }
+}
+
+/// [`Tensor::pixel_unshuffle`] by this factor, the opposite of [`PixelShuffle`] (PyTorch's `nn.PixelUnshuffle`).
+#[derive(Debug, Clone, Copy)]
+pub struct PixelUnshuffle(
+    /// The factor.
+    pub usize,
+);
+
+impl Module for PixelUnshuffle {
+    crate::parts!();
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.pixel_unshuffle(self.0)
+    }
+}
+
+/// [`Tensor::interpolate`] of `[N, C, ..]` to sizes that are multiples of what they were (PyTorch's `nn.Upsample` with
+/// `scale_factor`).
+///
+/// ```
+/// use claystone::{Device, Interpolation, Tensor, nn::{Module, Upsample}};
+/// let x = Tensor::arange(0, 4, 1, Device::Cpu)?.reshape([1, 1, 2, 2])?;
+/// let y = Upsample { scale_factor: 2.0, mode: Interpolation::Nearest }.forward(&x)?;
+/// assert_eq!(y.i((0, 0, 3))?.to_vec::<f32>()?, [2.0, 2.0, 3.0, 3.0]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct Upsample {
+    /// What each size is multiplied by; the products are rounded down.
+    pub scale_factor: f64,
+    /// How elements between others are made.
+    pub mode: Interpolation,
+}
+
+impl Module for Upsample {
+    crate::parts!();
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let scaled = |&n: &usize| (n as f64 * self.scale_factor) as usize;
+        let sizes: Vec<usize> = x.shape().dims().iter().skip(2).map(scaled).collect();
+        x.interpolate(&sizes, self.mode)
+    }
+}
