@@ -1,6 +1,6 @@
 //! Matrix products on the host, of any strides: [`gemm_f32`] of f32 and halves in kernels of our own, which take halves as
-//! they are and spread the work evenly, where the processor has vectors for them; [`gemm`], a safe door to the crate of
-//! that name, for everything else.
+//! they are and spread the work evenly, where the processor has vectors for them, and others for products of few rows;
+//! [`gemm`], a safe door to the crate of that name, for everything else.
 //!
 //! Sums are f32. Of two matrices of bf16, a processor with AVX512-BF16 adds pairs of products, in an instruction that takes and makes
 //! zeros for numbers below the smallest normal one, 1.2e-38, and rounds to nearest even.
@@ -18,6 +18,8 @@ use smallvec::SmallVec;
 pub(crate) mod alone;
 #[cfg(target_arch = "x86_64")]
 mod blocks;
+#[cfg(target_arch = "x86_64")]
+mod few;
 #[cfg(target_arch = "x86_64")]
 mod kernel;
 #[cfg(target_arch = "x86_64")]
@@ -183,8 +185,8 @@ impl<'a> Floats<'a> {
     }
 }
 
-/// The kernels for products of this size and these types, where there are any for this processor. Others have better ones for a
-/// row or a few.
+/// The kernels for products of this size and these types, where there are any for this processor; [`few`] has others for a row or a
+/// few.
 #[cfg(target_arch = "x86_64")]
 fn kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Option<&'static Kernels> {
     const LEAST: usize = 8;
@@ -203,6 +205,21 @@ pub(crate) fn gemm_f32(
     b: Floats,
     places: impl Iterator<Item = [Place; 3]>,
 ) -> Result<()> {
+    let mut places = places.peekable();
+    #[cfg(target_arch = "x86_64")]
+    while let Some([place_a, place_b, place]) = places.peek().copied()
+        && let Some(transposed) = few::fits(size, place_a, place_b)
+    {
+        check(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
+        let start = out.as_mut_ptr().wrapping_add(place.offset);
+        let to = matrix::Matrix { start, row: place.row, col: place.col };
+        // SAFETY: as below.
+        unsafe { few::product(size, transposed, to, a.matrix(place_a), b.matrix(place_b)) };
+        places.next();
+    }
+    if places.peek().is_none() {
+        return Ok(());
+    }
     #[cfg(target_arch = "x86_64")]
     if let Some(kernels) = kernels(size, a, b) {
         for [place_a, place_b, place] in places {

@@ -85,7 +85,7 @@ impl Kernels {
 /// # Safety
 /// Of all methods: the processor has the instructions, and there are [`LANES`](Vector::LANES) elements at the pointer, one
 /// for `splat`.
-trait Vector: Copy {
+pub(super) trait Vector: Copy {
     const LANES: usize;
     unsafe fn zero() -> Self;
     unsafe fn load(at: *const f32) -> Self;
@@ -102,7 +102,7 @@ trait Vector: Copy {
 macro_rules! vector {
     ($name:ident($type:ty), $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $mul:ident $where_above:ident $add_product:ident) => {
         #[derive(Clone, Copy)]
-        struct $name($type);
+        pub(super) struct $name(pub(super) $type);
 
         impl Vector for $name {
             const LANES: usize = $lanes;

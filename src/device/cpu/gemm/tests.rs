@@ -39,6 +39,14 @@ fn products_are_those_of_f64() {
         (20, 48, 600),
         (300, 272, 1000),
         (1040, 96, 850),
+        (1, 1, 1),
+        (1, 4163, 20),
+        (2, 33, 131),
+        (3, 40, 8),
+        (7, 1203, 17),
+        (5, 1, 100),
+        (70, 2, 41),
+        (900, 6, 1030),
     ];
     for (m, n, k) in sizes {
         let x: Vec<f32> = (0..3 + m * k).map(number).collect();
@@ -174,8 +182,7 @@ fn sums_beside_a_product() {
 #[test]
 fn strided_products_of_bf16() {
     let number = |i: usize| bf16::from_f32(((i * 7919) % 1009) as f32 / 1009.0 - 0.5);
-    let (m, n) = (29, 43);
-    for k in [8, 9, 64, 77] {
+    for (m, n, k) in [(29, 43), (3, 43), (29, 1)].into_iter().flat_map(|(m, n)| [8, 9, 64, 77].map(|k| (m, n, k))) {
         let x: Vec<bf16> = (0..4 * 80 * 80).map(number).collect();
         let strides = [(81, 1), (-81, 1), (79, -1), (160, 2), (2, 161), (-1, 80), (1, -79), (0, 1), (1, 0)];
         for (a, b) in strides.into_iter().flat_map(|a| strides.map(|b| (a, b))) {
@@ -203,19 +210,20 @@ fn strided_products_of_bf16() {
 /// not normal may count as zeros.
 #[test]
 fn special_values_of_bf16() {
-    let (m, n) = (13, 35);
-    for (k, transposed) in [8, 9, 1027].into_iter().flat_map(|k| [(k, false), (k, true)]) {
+    let sizes = [(13, 35), (7, 35), (1, 70), (35, 3)];
+    let cases = sizes.into_iter().flat_map(|(m, n)| [8, 9, 1027].map(|k| (m, n, k)));
+    for ((m, n, k), transposed) in cases.flat_map(|size| [(size, false), (size, true)]) {
         let mut a = vec![bf16::ONE; m * k];
         let mut b = vec![bf16::from_f32(2.0); k * n];
         let at_a = |i: usize, p: usize| if transposed { p * m + i } else { i * k + p };
         let at_b = |p: usize, j: usize| if transposed { j * k + p } else { p * n + j };
-        a[at_a(2, k - 1)] = bf16::INFINITY;
-        a[at_a(5, 0)] = bf16::NAN;
-        a[at_a(7, k - 2)] = bf16::NEG_INFINITY;
-        a[at_a(7, 1)] = bf16::INFINITY;
+        a[at_a(2 % m, k - 1)] = bf16::INFINITY;
+        a[at_a(5 % m, 0)] = bf16::NAN;
+        a[at_a(7 % m, k - 2)] = bf16::NEG_INFINITY;
+        a[at_a(7 % m, 1)] = bf16::INFINITY;
         b[at_b(k - 1, n - 1)] = bf16::ZERO;
-        b[at_b(3, 4)] = bf16::NEG_INFINITY;
-        a[at_a(12, 3)] = bf16::ZERO;
+        b[at_b(3, 4 % n)] = bf16::NEG_INFINITY;
+        a[at_a(12 % m, 3)] = bf16::ZERO;
         let places = match transposed {
             false => [place(0, k as isize, 1), place(0, n as isize, 1), place(0, n as isize, 1)],
             true => [place(0, 1, m as isize), place(0, 1, k as isize), place(0, n as isize, 1)],
