@@ -5,9 +5,9 @@
 // themselves instead of having one size. Everything is a gather: a work-item owns elements of a contiguous result, one but for
 // UNFOLD, and reads what belongs to them, so there are no atomics and the bits are the same on every run.
 
-// Pairs are rows and columns.
+// Pairs are rows and columns; the padding is that before an image.
 typedef struct {
-    long image[2], taps[2], grid[2], stride[2], padding[2], dilation[2];
+    long image[2], taps[2], grid[2], stride[2], padding[2], behind[2], dilation[2];
     long n, c;
     // Strides of what is read: n, c, then of an image rows and columns, of columns taps and windows, of a pool windows.
     long x[6];
@@ -99,7 +99,7 @@ static inline ACC divisor(const Windows *w, INT oh, INT ow, long divide) {
 #ifndef ADAPTIVE
         if (divide == 0) {
             start = o * W(stride, d) - W(padding, d);
-            stop = min(start + W(taps, d), W(image, d) + W(padding, d));
+            stop = min(start + W(taps, d), W(image, d) + W(behind, d));
         }
 #endif
         size *= stop - start;

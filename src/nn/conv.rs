@@ -78,7 +78,22 @@ layers! {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     Conv2d, 2, ConvOptions, conv2d, false;
+    /// [`Tensor::conv3d`] with a weight `[outputs, inputs / groups, slices, rows, columns]` of its own (PyTorch's `nn.Conv3d`).
+    ///
+    /// ```
+    /// use claystone::{ConvOptions, Device, Tensor, nn::{Conv3d, Module}};
+    /// let conv = Conv3d::new(2, 4, [3, 3, 3], ConvOptions { padding: 1.into(), ..ConvOptions::default() }, Device::Cpu)?;
+    /// assert_eq!(conv.forward(&Tensor::ones(&[1, 2, 4, 5, 6], Device::Cpu)?)?.shape().dims(), [1, 4, 4, 5, 6]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    Conv3d, 3, ConvOptions, conv3d, false;
+    /// [`Tensor::conv_transpose1d`] with a weight `[inputs, outputs / groups, kernel]` of its own (PyTorch's
+    /// `nn.ConvTranspose1d`).
+    ConvTranspose1d, 1, ConvTransposeOptions, conv_transpose1d, true;
     /// [`Tensor::conv_transpose2d`] with a weight `[inputs, outputs / groups, rows, columns]` of its own (PyTorch's
     /// `nn.ConvTranspose2d`).
     ConvTranspose2d, 2, ConvTransposeOptions, conv_transpose2d, true;
+    /// [`Tensor::conv_transpose3d`] with a weight `[inputs, outputs / groups, slices, rows, columns]` of its own (PyTorch's
+    /// `nn.ConvTranspose3d`).
+    ConvTranspose3d, 3, ConvTransposeOptions, conv_transpose3d, true;
 }

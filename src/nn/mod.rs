@@ -28,7 +28,7 @@ pub use crate::io::{IncompatibleKeys, StateDict};
 pub use activation::{Activation, Identity, LogSoftmax, PRelu, Softmax, Softmin};
 pub use attention::{AttentionMasks, MultiheadAttention};
 pub use averaged::AveragedModel;
-pub use conv::{Conv1d, Conv2d, ConvTranspose2d};
+pub use conv::{Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d};
 pub use embedding::Embedding;
 pub use forward::Forward;
 pub use linear::Linear;
@@ -40,7 +40,10 @@ pub use norm::{
 #[doc(hidden)]
 pub use crate::io::joined;
 pub use part::{Buffer, Mode, Part, Role};
-pub use pool::{AdaptiveAvgPool2d, AvgPool2d, Flatten, MaxPool2d};
+pub use pool::{
+    AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d, AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d,
+    AvgPool1d, AvgPool2d, AvgPool3d, Flatten, MaxPool1d, MaxPool2d, MaxPool3d,
+};
 pub use rnn::{
     Gru, GruCell, Lstm, LstmCell, PackedSequence, Rnn, RnnCell, RnnOptions, pack_padded_sequence, pack_sequence,
     pad_packed_sequence, pad_sequence, unpack_sequence, unpad_sequence,

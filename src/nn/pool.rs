@@ -4,20 +4,20 @@ use super::Module;
 use crate::{AvgPoolOptions, MaxPoolOptions, Result, Tensor};
 
 macro_rules! pools {
-    ($($(#[$doc:meta])* $name:ident $options:ident $method:ident;)*) => { $(
+    ($($(#[$doc:meta])* $name:ident $kernel:ty, $options:ty, $method:ident;)*) => { $(
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub struct $name {
-            /// Rows and columns of a window.
-            pub kernel: [usize; 2],
+            /// The size of a window.
+            pub kernel: $kernel,
             /// How windows move.
-            pub options: $options<2>,
+            pub options: $options,
         }
 
         impl $name {
             /// Windows side by side.
-            pub fn new(kernel: [usize; 2]) -> $name {
-                $name { kernel, options: $options::default() }
+            pub fn new(kernel: $kernel) -> $name {
+                $name { kernel, options: <$options>::default() }
             }
         }
 
@@ -32,25 +32,52 @@ macro_rules! pools {
 }
 
 pools! {
+    /// [`Tensor::max_pool1d`] (PyTorch's `nn.MaxPool1d`).
+    MaxPool1d usize, MaxPoolOptions<1>, max_pool1d;
     /// [`Tensor::max_pool2d`] (PyTorch's `nn.MaxPool2d`).
-    MaxPool2d MaxPoolOptions max_pool2d;
+    MaxPool2d [usize; 2], MaxPoolOptions<2>, max_pool2d;
+    /// [`Tensor::max_pool3d`] (PyTorch's `nn.MaxPool3d`).
+    MaxPool3d [usize; 3], MaxPoolOptions<3>, max_pool3d;
+    /// [`Tensor::avg_pool1d`] (PyTorch's `nn.AvgPool1d`).
+    AvgPool1d usize, AvgPoolOptions<1>, avg_pool1d;
     /// [`Tensor::avg_pool2d`] (PyTorch's `nn.AvgPool2d`).
-    AvgPool2d AvgPoolOptions avg_pool2d;
+    AvgPool2d [usize; 2], AvgPoolOptions<2>, avg_pool2d;
+    /// [`Tensor::avg_pool3d`] (PyTorch's `nn.AvgPool3d`).
+    AvgPool3d [usize; 3], AvgPoolOptions<3>, avg_pool3d;
 }
 
-/// [`Tensor::adaptive_avg_pool2d`] to this many rows and columns (PyTorch's `nn.AdaptiveAvgPool2d`).
-#[derive(Debug, Clone, Copy)]
-pub struct AdaptiveAvgPool2d(
-    /// Rows and columns of the result.
-    pub [usize; 2],
-);
+macro_rules! adaptive_pools {
+    ($($(#[$doc:meta])* $name:ident $size:ty, $method:ident;)*) => { $(
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy)]
+        pub struct $name(
+            /// The size of the result.
+            pub $size,
+        );
 
-impl Module for AdaptiveAvgPool2d {
-    crate::parts!();
+        impl Module for $name {
+            crate::parts!();
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        x.adaptive_avg_pool2d(self.0)
-    }
+            fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                x.$method(self.0)
+            }
+        }
+    )* };
+}
+
+adaptive_pools! {
+    /// [`Tensor::adaptive_avg_pool1d`] (PyTorch's `nn.AdaptiveAvgPool1d`).
+    AdaptiveAvgPool1d usize, adaptive_avg_pool1d;
+    /// [`Tensor::adaptive_avg_pool2d`] to this many rows and columns (PyTorch's `nn.AdaptiveAvgPool2d`).
+    AdaptiveAvgPool2d [usize; 2], adaptive_avg_pool2d;
+    /// [`Tensor::adaptive_avg_pool3d`] to this many slices, rows and columns (PyTorch's `nn.AdaptiveAvgPool3d`).
+    AdaptiveAvgPool3d [usize; 3], adaptive_avg_pool3d;
+    /// [`Tensor::adaptive_max_pool1d`] (PyTorch's `nn.AdaptiveMaxPool1d`).
+    AdaptiveMaxPool1d usize, adaptive_max_pool1d;
+    /// [`Tensor::adaptive_max_pool2d`] to this many rows and columns (PyTorch's `nn.AdaptiveMaxPool2d`).
+    AdaptiveMaxPool2d [usize; 2], adaptive_max_pool2d;
+    /// [`Tensor::adaptive_max_pool3d`] to this many slices, rows and columns (PyTorch's `nn.AdaptiveMaxPool3d`).
+    AdaptiveMaxPool3d [usize; 3], adaptive_max_pool3d;
 }
 
 /// [`Tensor::flatten`] of the dims from the first to the second, which are all but the batch's unless said (PyTorch's

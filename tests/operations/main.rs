@@ -62,6 +62,7 @@ families! {
     softmax,
     sorting,
     views,
+    volumes,
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod optim;
 mod optim_shared;
 mod packed;
 mod pytorch_layers;
+mod pytorch_windows;
 mod recurrent;
 mod schedules;
 mod steps;

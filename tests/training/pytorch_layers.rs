@@ -9,21 +9,25 @@ use claystone::{Device, Tensor, io};
 
 use crate::common::{each_device, values};
 
-struct Values {
+pub struct Values {
     all: StateDict,
 }
 
 impl Values {
     fn on(device: Device) -> Values {
-        Values { all: io::load("tests/data/layers.npz", device).unwrap() }
+        Values::read("tests/data/layers.npz", device)
     }
 
-    fn get(&self, name: &str) -> Tensor {
+    pub fn read(path: &str, device: Device) -> Values {
+        Values { all: io::load(path, device).unwrap() }
+    }
+
+    pub fn get(&self, name: &str) -> Tensor {
         self.all.get(name).unwrap_or_else(|| panic!("{name}")).shallow_clone()
     }
 
     /// Within 1e-5 of the largest of the right values.
-    fn near(&self, name: &str, got: &Tensor) {
+    pub fn near(&self, name: &str, got: &Tensor) {
         let want = self.get(name);
         assert_eq!(got.shape(), want.shape(), "{name}");
         let (got, want) = (values(got), values(&want));
@@ -32,13 +36,13 @@ impl Values {
         assert!(far <= 1e-5 * most, "{name} is {far} off, of {most}");
     }
 
-    fn load(&self, name: &str, module: &mut impl Module) {
+    pub fn load(&self, name: &str, module: &mut impl Module) {
         let state = self.all.clone().split(&format!("{name}.state")).0;
         module.load_state_dict(&state, true).unwrap();
     }
 
     /// The result, and the gradients of all parameters.
-    fn check(&self, name: &str, module: &impl Module, result: &Tensor) {
+    pub fn check(&self, name: &str, module: &impl Module, result: &Tensor) {
         self.near(&format!("{name}.result"), result);
         result.square().unwrap().sum((), false).unwrap().backward().unwrap();
         for (parameter, t) in module.named_parameters(&format!("{name}.grad")) {

@@ -121,7 +121,7 @@ fn seen(w: &Windows, [oh, ow]: [usize; 2]) -> Vec<[usize; 2]> {
 fn divisor(w: &Windows, o: [usize; 2], divisor: Divisor) -> f64 {
     let padded = |d: usize| {
         let start = o[d] * w.stride[d];
-        (start + w.kernel[d]).min(w.image[d] + 2 * w.padding[d]) - start
+        (start + w.kernel[d]).min(w.image[d] + w.padding[d] + w.behind[d]) - start
     };
     let count = match divisor {
         Divisor::Number(n) => n,

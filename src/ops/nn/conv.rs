@@ -5,6 +5,9 @@
 //! two launches, a third to reorder a batch, and one for windows of a single element, which need no im2col. A transposed convolution
 //! is a product and col2im. The gradients are the same two compositions.
 //!
+//! Three dims are two: the slices of a window become channels by im2col along the depth, for which the weight has its right order
+//! already, and a transposed convolution adds them up again.
+//!
 //! On the CPU a [`Convolution`] does all of it in one launch, and each gradient in one, without columns in memory. It saves the image
 //! for backward. So does the forward pass of OpenCL devices where it reads images; its gradients are products of columns.
 
@@ -21,7 +24,7 @@ use crate::backend::problem::windows::{Windows, four};
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::matmul::matrix_transpose;
-use crate::ops::nn::window::{as_images, pair, restore_rank};
+use crate::ops::nn::window::{as_images, five, last, restore_rank};
 use crate::ops::reduce;
 use crate::tensor::view::reshaped;
 use crate::tensor::{Dims, Layout};
@@ -60,6 +63,26 @@ impl Tensor {
     /// 0 and the like; [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     pub fn conv2d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<2>) -> Result<Tensor> {
         convolution("conv2d", self, weight, bias, options)
+    }
+
+    /// Each window's products with the weight, summed (PyTorch's `conv3d`): x `[N, C, D, H, W]` or `[C, D, H, W]`, `weight`
+    /// `[O, C / groups, KD, KH, KW]`, `bias` `[O]`, the result `[N, O, slices, rows, columns]` of windows, contiguous. Floats.
+    /// [`Tensor::conv2d`] and two launches more. Differentiable in all three.
+    ///
+    /// ```
+    /// use claystone::{ConvOptions, Device, Tensor};
+    /// let x = Tensor::ones(&[1, 4, 4, 4], Device::Cpu)?;
+    /// let w = Tensor::ones(&[2, 1, 3, 3, 3], Device::Cpu)?;
+    /// let y = x.conv3d(&w, None, ConvOptions { stride: [1, 1, 2], ..ConvOptions::default() })?;
+    /// assert_eq!(y.shape().dims(), [2, 2, 2, 1]);
+    /// assert_eq!(y.to_vec::<f32>()?, [27.0; 8]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::conv2d`].
+    pub fn conv3d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<3>) -> Result<Tensor> {
+        convolution("conv3d", self, weight, bias, options)
     }
 
     /// Each element times the weight, added up where the windows of [`Tensor::conv1d`] would have read them (PyTorch's
@@ -101,6 +124,31 @@ impl Tensor {
     ) -> Result<Tensor> {
         transposed("conv_transpose2d", self, weight, bias, options)
     }
+
+    /// Each element times the weight, added up where the windows of [`Tensor::conv3d`] would have read them (PyTorch's
+    /// `conv_transpose3d`): x `[N, C, D, H, W]` or `[C, D, H, W]`, `weight` `[C, O / groups, KD, KH, KW]`, `bias` `[O]`; the
+    /// result's dims are as those of [`Tensor::conv_transpose2d`]. Floats. Differentiable in all three.
+    ///
+    /// ```
+    /// use claystone::{ConvTransposeOptions, Device, Tensor};
+    /// let x = Tensor::ones(&[1, 1, 2, 2], Device::Cpu)?;
+    /// let w = Tensor::ones(&[1, 3, 2, 2, 2], Device::Cpu)?;
+    /// let y = x.conv_transpose3d(&w, None, ConvTransposeOptions { stride: [2, 2, 2], ..Default::default() })?;
+    /// assert_eq!(y.shape().dims(), [3, 2, 4, 4]);
+    /// assert_eq!(y.to_vec::<f32>()?, [1.0; 96]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::conv2d`].
+    pub fn conv_transpose3d(
+        &self,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        options: ConvTransposeOptions<3>,
+    ) -> Result<Tensor> {
+        transposed("conv_transpose3d", self, weight, bias, options)
+    }
 }
 
 /// Checks dtypes and the shapes of weight and bias; gives the channels of the result.
@@ -132,9 +180,13 @@ fn check<const D: usize>(
     Ok(out)
 }
 
-/// A weight of one dim beside its channels, or two, as one of two.
+/// A weight `[A, B, kernel]` of one to three dims as one of two: the slices of three are more of the second channels.
 fn as_2d<const D: usize>(weight: &Tensor) -> Result<Tensor> {
-    if D == 1 { weight.unsqueeze(2) } else { Ok(weight.shallow_clone()) }
+    match weight.shape().dims() {
+        &[a, b, kd, kh, kw] => weight.reshape([a, b * kd, kh, kw]),
+        _ if D == 1 => weight.unsqueeze(2),
+        _ => Ok(weight.shallow_clone()),
+    }
 }
 
 fn convolution<const D: usize>(
@@ -149,35 +201,21 @@ fn convolution<const D: usize>(
     let ConvOptions { stride, padding, dilation, groups } = options;
     let arguments = || vec![(&stride).into(), padding.into(), (&dilation).into(), groups.into()];
     replaced!(op, inputs; arguments);
-    let out_channels = check::<D>(op, given, weight, bias, groups, false)?;
-    let (x, weight) = (as_images(op, given, D)?, as_2d::<D>(weight)?);
-    let ([n, c, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
-    let (mut before, mut after) = ([0; 2], [0; 2]);
-    match padding {
-        Padding::Valid => {}
-        Padding::Zeros(zeros) => before = pair(zeros, 0),
-        Padding::Same if stride != [1; D] => {
-            return Err(Error::invalid(op, format!("the padding 'same' is for strides of 1, not {stride:?}")));
-        }
-        Padding::Same => {
-            for (d, (k, step)) in [kh, kw].into_iter().zip(pair(dilation, 1)).enumerate() {
-                let total = step.saturating_mul(k.saturating_sub(1));
-                (before[d], after[d]) = (total / 2, total % 2);
-            }
-        }
-    }
-    let windows = Windows::new(op, [h, w], [kh, kw], [pair(stride, 1), before, pair(dilation, 1)], after)?;
-    let single = [[kh, kw], windows.grid] == [[1, 1], [h, w]] && before == [0; 2];
-    let problem = ConvProblem { op, windows, groups, transposed: false };
-    let out = if let Some(direct) = problem.direct(&x, &weight, single) {
-        problem.in_one_launch(direct, &x, &weight, bias)?
-    } else if let Some(out) = problem.forward(&x, &weight, bias)? {
-        problem.recorded(out, Box::new(ByColumns(problem)), &x, &weight, bias)
-    } else if single {
-        let columns = x.reshape([n, groups, c / groups, h * w])?;
-        product(op, &columns, &weight, bias, false)?.reshape([n, out_channels, h, w])?
+    check::<D>(op, given, weight, bias, groups, false)?;
+    let (x, kernel) = (as_images(op, given, D)?, last(weight));
+    let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
+    let windows = Windows::new(op, last(&x), kernel, [stride, before, behind, dilation])?;
+    let problem = ConvProblem { op, windows: windows.plane(), groups, transposed: false };
+    let weight = as_2d::<D>(weight)?;
+    let out = if D < 3 {
+        problem.convolve(&x, &weight, bias)?
     } else {
-        problem.by_im2col(&x, &weight, bias)?
+        // The slices of a window are channels of an image, the windows along the depth are more images.
+        let ([n, c, depth, h, w], [oh, ow]) = (five(&x), problem.windows.grid);
+        let slices = windows.slices(h * w).im2col(op, &x.reshape([n, c, depth, h * w])?, true)?;
+        let images = slices.reshape([c * kernel[0], n * windows.grid[0], h, w])?.transpose(0, 1)?;
+        let out = problem.convolve(&images, &weight, bias)?;
+        out.reshape([n, windows.grid[0], weight.shape().dims()[0], oh, ow])?.transpose(1, 2)?.contiguous()?
     };
     restore_rank(&out, given, D)
 }
@@ -194,30 +232,35 @@ fn transposed<const D: usize>(
     let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
     let pairs = [&stride, &padding, &output_padding].map(Argument::from);
     replaced!(op, inputs; || pairs.into_iter().chain([groups.into(), (&dilation).into()]).collect());
-    check::<D>(op, given, weight, bias, groups, true)?;
-    let (x, weight) = (as_images(op, given, D)?, as_2d::<D>(weight)?);
-    let ([_, _, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
-    let (stride, padding, dilation) = (pair(stride, 1), pair(padding, 0), pair(dilation, 1));
-    let behind = pair(output_padding, 0);
-    let mut image = [0; 2];
-    for d in 0..2 {
-        let (size, kernel) = ([h, w][d], [kh, kw][d]);
-        invalid!(op if behind[d] > 0 && behind[d] >= stride[d].max(dilation[d]),
+    let channels = check::<D>(op, given, weight, bias, groups, true)?;
+    let (x, kernel) = (as_images(op, given, D)?, last(weight));
+    let (grid, mut image): ([usize; D], _) = (last(&x), [0; D]);
+    for d in 0..D {
+        let added = output_padding[d];
+        invalid!(op if added > 0 && added >= stride[d].max(dilation[d]),
             "output_padding has to be below the stride or the dilation");
-        let (rest, taps) = (size.saturating_sub(1), kernel.saturating_sub(1));
+        let (rest, taps) = (grid[d].saturating_sub(1), usize::saturating_sub(kernel[d], 1));
         let reach = (rest.saturating_mul(stride[d]).saturating_add(dilation[d].saturating_mul(taps)))
-            .saturating_add(behind[d].saturating_add(1));
+            .saturating_add(added.saturating_add(1));
         image[d] = reach.checked_sub(padding[d].saturating_mul(2)).filter(|&size| size > 0).ok_or_else(|| {
             Error::invalid(op, format!("a padding of {} leaves nothing of {reach} elements", padding[d]))
         })?;
     }
-    invalid!(op if h * w == 0, "the images are empty, of shape {}", given.shape());
+    invalid!(op if grid.contains(&0), "the images are empty, of shape {}", given.shape());
     // No window reaches the elements that `output_padding` adds.
-    let windows = Windows { grid: [h, w], ..Windows::new(op, image, [kh, kw], [stride, padding, dilation], [0; 2])? };
-    let problem = ConvProblem { op, windows, groups, transposed: true };
-    let out = match problem.direct(&x, &weight, false) {
-        Some(direct) => problem.in_one_launch(direct, &x, &weight, bias)?,
-        None => problem.by_im2col(&x, &weight, bias)?,
+    let windows = Windows { grid, ..Windows::new(op, image, kernel, [stride, padding, padding, dilation])? };
+    let problem = ConvProblem { op, windows: windows.plane(), groups, transposed: true };
+    let weight = as_2d::<D>(weight)?;
+    let out = if D < 3 {
+        problem.transposed(&x, &weight, bias)?
+    } else {
+        // The slices that an element is added to are channels of an image, and are added up where they overlap.
+        let ([n, c, depth, h, w], [ih, iw]) = (five(&x), problem.windows.image);
+        let images = x.transpose(1, 2)?.reshape([n * depth, c, h, w])?;
+        let slices = problem.transposed(&images, &weight, None)?;
+        let slices = slices.reshape([n, depth, channels, kernel[0], 1, ih * iw])?.permute(&[0, 2, 3, 4, 1, 5])?;
+        let out = windows.slices(ih * iw).col2im(op, &slices)?.reshape([n, channels, image[0], ih, iw])?;
+        bias.map_or(Ok(out.shallow_clone()), |bias| out.add(&bias.reshape([channels, 1, 1, 1])?))?
     };
     restore_rank(&out, given, D)
 }
@@ -232,6 +275,31 @@ struct ConvProblem {
 }
 
 impl ConvProblem {
+    /// The convolution of images `[N, C, H, W]` with a weight `[O, C / groups, KH, KW]`.
+    fn convolve(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let ConvProblem { op, windows, groups, .. } = self;
+        let ([n, c, h, w], Windows { image, kernel, grid, padding, .. }) = (four(x), windows);
+        let single = [kernel, grid] == [[1, 1], image] && padding == [0; 2];
+        if let Some(direct) = self.direct(x, weight, single) {
+            self.in_one_launch(direct, x, weight, bias)
+        } else if let Some(out) = self.forward(x, weight, bias)? {
+            Ok(self.recorded(out, Box::new(ByColumns(self)), x, weight, bias))
+        } else if single {
+            let columns = x.reshape([n, groups, c / groups, h * w])?;
+            product(op, &columns, weight, bias, false)?.reshape([n, weight.shape().dims()[0], h, w])
+        } else {
+            self.by_im2col(x, weight, bias)
+        }
+    }
+
+    /// The transposed convolution of images `[N, C, H, W]` with a weight `[C, O / groups, KH, KW]`.
+    fn transposed(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        match self.direct(x, weight, false) {
+            Some(direct) => self.in_one_launch(direct, x, weight, bias),
+            None => self.by_im2col(x, weight, bias),
+        }
+    }
+
     /// As products and columns, all of them recorded.
     fn by_im2col(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let ConvProblem { op, windows, groups, transposed } = self;

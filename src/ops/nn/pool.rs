@@ -3,7 +3,8 @@
 use crate::backend::problem::windows::{Divisor, Windows};
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::prelude::*;
-use crate::ops::nn::window::{as_images, pair, restore_rank};
+use crate::ops::nn::window::{as_images, last, restore_rank};
+use crate::tensor::Dims;
 use crate::{DType, Result, Tensor};
 
 /// How [`Tensor::max_pool2d`] and its kin move their windows, with PyTorch's defaults.
@@ -25,7 +26,7 @@ impl<const D: usize> Default for MaxPoolOptions<D> {
     }
 }
 
-/// How [`Tensor::avg_pool1d`] and [`Tensor::avg_pool2d`] move their windows, with PyTorch's defaults.
+/// How [`Tensor::avg_pool2d`] and its kin move their windows, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AvgPoolOptions<const D: usize> {
     /// Elements from one window to the next; None for as many as a window has.
@@ -53,22 +54,23 @@ impl<const D: usize> Default for AvgPoolOptions<D> {
 }
 
 /// Windows of a pool; with `ceil_mode` the last may reach beyond the padding, but not start there.
-fn windows(
+fn windows<const D: usize>(
     op: &'static str,
     x: &Tensor,
-    kernel: [usize; 2],
-    [stride, padding, dilation]: [[usize; 2]; 3],
+    kernel: [usize; D],
+    [stride, padding, dilation]: [[usize; D]; 3],
     ceil_mode: bool,
-) -> Result<Windows> {
-    let image = [x.shape().dims()[2], x.shape().dims()[3]];
-    invalid!(op if image.contains(&0), "the images are empty, of shape {}", x.shape());
-    for d in 0..2 {
+) -> Result<Windows<D>> {
+    let image: [usize; D] = last(x);
+    invalid!(op if x.shape().dims()[2..].contains(&0), "the images are empty, of shape {}", x.shape());
+    let mut end = padding;
+    for d in 0..D {
         let reach = dilation[d].saturating_mul(kernel[d].saturating_sub(1)).saturating_add(1);
         invalid!(op if padding[d] > reach / 2, "a padding of {} is more than half a window of {reach}", padding[d]);
+        end[d] = end[d].saturating_add(if ceil_mode { stride[d].saturating_sub(1) } else { 0 });
     }
-    let after = if ceil_mode { stride.map(|s| s.saturating_sub(1)) } else { [0; 2] };
-    let mut windows = Windows::new(op, image, kernel, [stride, padding, dilation], after)?;
-    for d in 0..2 {
+    let mut windows = Windows { behind: padding, ..Windows::new(op, image, kernel, [stride, padding, end, dilation])? };
+    for d in 0..D {
         if ceil_mode && (windows.grid[d] - 1) * stride[d] >= image[d] + padding[d] {
             windows.grid[d] -= 1;
         }
@@ -93,23 +95,23 @@ fn max_pool<const D: usize>(
     given: &Tensor,
     kernel: [usize; D],
     options: MaxPoolOptions<D>,
+) -> Result<Tensor> {
+    check_numbers(op, given)?;
+    replaced!(op, [given]; || options.arguments(kernel));
+    let x = as_images(op, given, D)?;
+    restore_rank(&options.windows(op, &x, kernel)?.max(op, &x)?, given, D)
+}
+
+fn max_pool_with_indices<const D: usize>(
+    op: &'static str,
+    given: &Tensor,
+    kernel: [usize; D],
+    options: MaxPoolOptions<D>,
 ) -> Result<(Tensor, Tensor)> {
     check_numbers(op, given)?;
-    let MaxPoolOptions { stride, padding, dilation, ceil_mode } = options;
-    let arguments = || {
-        let stride = stride.as_ref().map_or(Argument::None, Argument::from);
-        vec![(&kernel).into(), stride, (&padding).into(), (&dilation).into(), ceil_mode.into()]
-    };
-    if let Some(out) = replacement(op, &[given], arguments)? {
-        let mut out = out.into_iter();
-        let values = out.next().expect("one at least");
-        // A replacement need not return indices that were not asked for.
-        let index = out.next().unwrap_or_else(|| values.detach());
-        return Ok((values, index));
-    }
+    replaced!(op, [given]; || options.arguments(kernel));
     let x = as_images(op, given, D)?;
-    let geometry = [pair(stride.unwrap_or(kernel), 1), pair(padding, 0), pair(dilation, 1)];
-    let (values, index) = windows(op, &x, pair(kernel, 1), geometry, ceil_mode)?.max(op, &x)?;
+    let (values, index) = options.windows(op, &x, kernel)?.max_with_indices(op, &x)?;
     Ok((restore_rank(&values, given, D)?, restore_rank(&index, given, D)?))
 }
 
@@ -133,21 +135,20 @@ fn avg_pool<const D: usize>(
     };
     replaced!(op, [given]; arguments);
     let x = as_images(op, given, D)?;
-    let geometry = [pair(stride.unwrap_or(kernel), 1), pair(padding, 0), [1; 2]];
+    let geometry = [stride.unwrap_or(kernel), padding, [1; D]];
     let divisor = match divisor_override {
         Some(0) => return Err(Error::invalid(op, "the divisor must not be 0")),
         Some(n) => Divisor::Number(n),
         None if count_include_pad => Divisor::Window,
         None => Divisor::Inside,
     };
-    restore_rank(&windows(op, &x, pair(kernel, 1), geometry, ceil_mode)?.mean(op, &x, divisor)?, given, D)
+    restore_rank(&windows(op, &x, kernel, geometry, ceil_mode)?.mean(op, &x, divisor)?, given, D)
 }
 
 /// Windows that divide the images of x among themselves.
-fn adaptive_windows<const D: usize>(op: &'static str, x: &Tensor, size: [usize; D]) -> Result<Windows> {
-    let image = [x.shape().dims()[2], x.shape().dims()[3]];
-    invalid!(op if image.contains(&0), "the images are empty, of shape {}", x.shape());
-    Ok(Windows::adaptive(image, pair(size, 1)))
+fn adaptive_windows<const D: usize>(op: &'static str, x: &Tensor, size: [usize; D]) -> Result<Windows<D>> {
+    invalid!(op if x.shape().dims()[2..].contains(&0), "the images are empty, of shape {}", x.shape());
+    Ok(Windows::adaptive(last(x), size))
 }
 
 impl Tensor {
@@ -156,7 +157,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::max_pool2d`].
     pub fn max_pool1d(&self, kernel: usize, options: MaxPoolOptions<1>) -> Result<Tensor> {
-        Ok(max_pool("max_pool1d", self, [kernel], options)?.0)
+        max_pool("max_pool1d", self, [kernel], options)
     }
 
     /// The greatest element of each window (PyTorch's `max_pool2d`): x `[N, C, H, W]` or `[C, H, W]`; NaN where the window has
@@ -174,7 +175,16 @@ impl Tensor {
     /// [`Error::Invalid`] for another rank, images that are empty or smaller than a window, a padding of more than half a
     /// window, a dilated window that has nothing but padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
     pub fn max_pool2d(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<Tensor> {
-        Ok(max_pool("max_pool2d", self, kernel, options)?.0)
+        max_pool("max_pool2d", self, kernel, options)
+    }
+
+    /// The greatest element of each window (PyTorch's `max_pool3d`): x `[N, C, D, H, W]` or `[C, D, H, W]`. Numbers. Two launches.
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::max_pool2d`].
+    pub fn max_pool3d(&self, kernel: [usize; 3], options: MaxPoolOptions<3>) -> Result<Tensor> {
+        max_pool("max_pool3d", self, kernel, options)
     }
 
     /// [`Tensor::max_pool1d`] and the index of each element in its row, i64 (PyTorch's `return_indices`).
@@ -182,7 +192,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::max_pool2d`].
     pub fn max_pool1d_with_indices(&self, kernel: usize, options: MaxPoolOptions<1>) -> Result<(Tensor, Tensor)> {
-        max_pool("max_pool1d_with_indices", self, [kernel], options)
+        max_pool_with_indices("max_pool1d_with_indices", self, [kernel], options)
     }
 
     /// [`Tensor::max_pool2d`] and the position of each element in its image, i64: `row * W + column` (PyTorch's
@@ -191,7 +201,25 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::max_pool2d`].
     pub fn max_pool2d_with_indices(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<(Tensor, Tensor)> {
-        max_pool("max_pool2d_with_indices", self, kernel, options)
+        max_pool_with_indices("max_pool2d_with_indices", self, kernel, options)
+    }
+
+    /// [`Tensor::max_pool3d`] and the position of each element in its image, i64: `(slice * H + row) * W + column` (PyTorch's
+    /// `return_indices`).
+    ///
+    /// ```
+    /// use claystone::{Device, MaxPoolOptions, Tensor};
+    /// let x = Tensor::arange(0, 16, 1, Device::Cpu)?.reshape([1, 2, 2, 4])?;
+    /// let (y, at) = x.max_pool3d_with_indices([2, 2, 2], MaxPoolOptions::default())?;
+    /// assert_eq!(y.to_vec::<f32>()?, [13.0, 15.0]);
+    /// assert_eq!(at.to_vec::<i64>()?, [13, 15]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::max_pool2d`].
+    pub fn max_pool3d_with_indices(&self, kernel: [usize; 3], options: MaxPoolOptions<3>) -> Result<(Tensor, Tensor)> {
+        max_pool_with_indices("max_pool3d_with_indices", self, kernel, options)
     }
 
     /// The mean of each window (PyTorch's `avg_pool1d`): x `[N, C, L]` or `[C, L]`. Floats. Differentiable.
@@ -208,6 +236,22 @@ impl Tensor {
     /// As [`Tensor::max_pool2d`]; [`Error::UnsupportedDType`] for integers.
     pub fn avg_pool2d(&self, kernel: [usize; 2], options: AvgPoolOptions<2>) -> Result<Tensor> {
         avg_pool("avg_pool2d", self, kernel, options)
+    }
+
+    /// The mean of each window (PyTorch's `avg_pool3d`): x `[N, C, D, H, W]` or `[C, D, H, W]`. Floats. Two launches, four for half
+    /// precision. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{AvgPoolOptions, Device, Tensor};
+    /// let x = Tensor::arange(0, 8, 1, Device::Cpu)?.reshape([1, 2, 2, 2])?;
+    /// assert_eq!(x.avg_pool3d([2, 2, 2], AvgPoolOptions::default())?.to_vec::<f32>()?, [3.5]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::avg_pool2d`].
+    pub fn avg_pool3d(&self, kernel: [usize; 3], options: AvgPoolOptions<3>) -> Result<Tensor> {
+        avg_pool("avg_pool3d", self, kernel, options)
     }
 
     /// The mean of each of `size` parts of a row (PyTorch's `adaptive_avg_pool1d`): x `[N, C, L]` or `[C, L]`. Floats.
@@ -236,6 +280,15 @@ impl Tensor {
         adaptive_mean("adaptive_avg_pool2d", self, size)
     }
 
+    /// The mean of each of `size` parts, slices, rows and columns, of an image (PyTorch's `adaptive_avg_pool3d`): x
+    /// `[N, C, D, H, W]` or `[C, D, H, W]`. Floats. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::adaptive_avg_pool2d`].
+    pub fn adaptive_avg_pool3d(&self, size: [usize; 3]) -> Result<Tensor> {
+        adaptive_mean("adaptive_avg_pool3d", self, size)
+    }
+
     /// The greatest element of each of `size` parts of a row (PyTorch's `adaptive_max_pool1d`). Numbers. Differentiable.
     ///
     /// # Errors
@@ -252,6 +305,15 @@ impl Tensor {
     pub fn adaptive_max_pool2d(&self, size: [usize; 2]) -> Result<Tensor> {
         adaptive_max("adaptive_max_pool2d", self, size)
     }
+
+    /// The greatest element of each of `size` parts, slices, rows and columns, of an image (PyTorch's `adaptive_max_pool3d`).
+    /// Numbers. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::adaptive_avg_pool2d`].
+    pub fn adaptive_max_pool3d(&self, size: [usize; 3]) -> Result<Tensor> {
+        adaptive_max("adaptive_max_pool3d", self, size)
+    }
 }
 
 fn adaptive_mean<const D: usize>(op: &'static str, given: &Tensor, size: [usize; D]) -> Result<Tensor> {
@@ -260,7 +322,8 @@ fn adaptive_mean<const D: usize>(op: &'static str, given: &Tensor, size: [usize;
     let x = as_images(op, given, D)?;
     let windows = adaptive_windows(op, &x, size)?;
     // For a single window reductions distribute the work better.
-    let out = if size == [1; D] { x.mean([-2, -1], true)? } else { windows.mean(op, &x, Divisor::Inside)? };
+    let dims: Dims<isize> = (2..x.rank() as isize).collect();
+    let out = if size == [1; D] { x.mean(&dims[..], true)? } else { windows.mean(op, &x, Divisor::Inside)? };
     restore_rank(&out, given, D)
 }
 
@@ -268,10 +331,20 @@ fn adaptive_max<const D: usize>(op: &'static str, given: &Tensor, size: [usize; 
     check_numbers(op, given)?;
     replaced!(op, [given], &size);
     let x = as_images(op, given, D)?;
-    restore_rank(&adaptive_windows(op, &x, size)?.max(op, &x)?.0, given, D)
+    restore_rank(&adaptive_windows(op, &x, size)?.max(op, &x)?, given, D)
 }
 
 impl<const D: usize> MaxPoolOptions<D> {
+    fn windows(self, op: &'static str, x: &Tensor, kernel: [usize; D]) -> Result<Windows<D>> {
+        let geometry = [self.stride.unwrap_or(kernel), self.padding, self.dilation];
+        windows(op, x, kernel, geometry, self.ceil_mode)
+    }
+
+    fn arguments(&self, kernel: [usize; D]) -> Vec<Argument> {
+        let stride = self.stride.as_ref().map_or(Argument::None, Argument::from);
+        vec![(&kernel).into(), stride, (&self.padding).into(), (&self.dilation).into(), self.ceil_mode.into()]
+    }
+
     fn of(a: &Args) -> Result<Self> {
         let stride = if a.given(1) { Some(a.array(1, [1; D])?) } else { None };
         let (padding, dilation) = (a.array(2, [0; D])?, a.array(3, [1; D])?);
@@ -296,26 +369,34 @@ fn size_1d(a: &Args, i: usize) -> Result<usize> {
     a.array::<1>(i, [1]).map(|[n]| n)
 }
 
-/// The same of rows and columns.
-fn size_2d(a: &Args, i: usize) -> Result<[usize; 2]> {
-    a.array(i, [1; 2])
+/// The same in several.
+fn sizes<const D: usize>(a: &Args, i: usize) -> Result<[usize; D]> {
+    a.array(i, [1; D])
 }
 
 operations! {
     max_pool1d(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
         => |a| a.x(0)?.max_pool1d(size_1d(a, 0)?, MaxPoolOptions::of(a)?);
     max_pool2d(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool2d(size_2d(a, 0)?, MaxPoolOptions::of(a)?);
+        => |a| a.x(0)?.max_pool2d(sizes(a, 0)?, MaxPoolOptions::of(a)?);
+    max_pool3d(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
+        => |a| a.x(0)?.max_pool3d(sizes(a, 0)?, MaxPoolOptions::of(a)?);
     max_pool1d_with_indices(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
         => |a| a.x(0)?.max_pool1d_with_indices(size_1d(a, 0)?, MaxPoolOptions::of(a)?);
     max_pool2d_with_indices(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool2d_with_indices(size_2d(a, 0)?, MaxPoolOptions::of(a)?);
+        => |a| a.x(0)?.max_pool2d_with_indices(sizes(a, 0)?, MaxPoolOptions::of(a)?);
+    max_pool3d_with_indices(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
+        => |a| a.x(0)?.max_pool3d_with_indices(sizes(a, 0)?, MaxPoolOptions::of(a)?);
     avg_pool1d(1, 6) functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.avg_pool1d(size_1d(a, 0)?, AvgPoolOptions::of(a)?);
     avg_pool2d(1, 6) functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.avg_pool2d(size_2d(a, 0)?, AvgPoolOptions::of(a)?);
+        => |a| a.x(0)?.avg_pool2d(sizes(a, 0)?, AvgPoolOptions::of(a)?);
+    avg_pool3d(1, 6) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.avg_pool3d(sizes(a, 0)?, AvgPoolOptions::of(a)?);
     adaptive_avg_pool1d(x, @size_1d) functional: NeuralNetwork, Floats -> Same, differentiable;
-    adaptive_avg_pool2d(x, @size_2d) functional: NeuralNetwork, Floats -> Same, differentiable;
+    adaptive_avg_pool2d(x, @sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
+    adaptive_avg_pool3d(x, @sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
     adaptive_max_pool1d(x, @size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool2d(x, @size_2d) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool2d(x, @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool3d(x, @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
 }

@@ -1,7 +1,10 @@
-//! Windows over the last two dims of images, for convolution and pooling.
+//! Windows over images, for convolution and pooling.
 //!
 //! im2col and col2im, each the gradient of the other, and the maximum and mean of windows. Every kernel owns an element of its result
-//! and reads its inputs: one launch, no atomics. The public methods are in `conv` and `pool`; one dim is an image with one row.
+//! and reads its inputs: one launch, no atomics. The public methods are in `conv` and `pool`.
+//!
+//! Backends know windows of two dims. One dim is an image with one row. Of three dims, the last two come first, for images that
+//! are slices, and then the first, for slices that are rows: a window is a product of its directions, and so are its maximum and mean.
 
 use crate::autograd::Saved;
 use crate::backend::problem::windows::{Divisor, Task, Windows, four};
@@ -11,18 +14,17 @@ use crate::{DType, Result, Shape, Tensor, autograd, backend};
 /// Kernel sizes, strides, paddings and dilations are below this, so that their products cannot overflow.
 const LIMIT: usize = 1 << 30;
 
-impl Windows {
-    /// Windows of one size over `image`, with `after` more elements behind than `padding` before it.
+impl<const D: usize> Windows<D> {
+    /// Windows of one size over `image`.
     pub(crate) fn new(
         op: &'static str,
-        image: [usize; 2],
-        kernel: [usize; 2],
-        [stride, padding, dilation]: [[usize; 2]; 3],
-        after: [usize; 2],
-    ) -> Result<Windows> {
-        let mut grid = [0; 2];
-        for d in 0..2 {
-            if [kernel, stride, padding, dilation, after].iter().any(|numbers| numbers[d] >= LIMIT) {
+        image: [usize; D],
+        kernel: [usize; D],
+        [stride, padding, behind, dilation]: [[usize; D]; 4],
+    ) -> Result<Windows<D>> {
+        let mut grid = [0; D];
+        for d in 0..D {
+            if [kernel, stride, padding, behind, dilation].iter().any(|numbers| numbers[d] >= LIMIT) {
                 let reason = format!(
                     "kernel {kernel:?}, stride {stride:?}, padding {padding:?} and dilation {dilation:?} have to be below 2^30"
                 );
@@ -31,18 +33,18 @@ impl Windows {
             invalid!(op if [kernel[d], stride[d], dilation[d]].contains(&0),
                 "kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
             let window = dilation[d].saturating_mul(kernel[d] - 1).saturating_add(1);
-            let padded = image[d].saturating_add(padding[d].saturating_mul(2)).saturating_add(after[d]);
+            let padded = image[d].saturating_add(padding[d]).saturating_add(behind[d]);
             invalid!(op if window > padded,
                 "a window of {window} does not fit into an image of {} with its padding, {padded}", image[d]);
             grid[d] = (padded - window) / stride[d] + 1;
         }
-        Ok(Windows { image, kernel, grid, stride, padding, dilation, adaptive: false })
+        Ok(Windows { image, kernel, grid, stride, padding, behind, dilation, adaptive: false })
     }
 
     /// As many windows as `grid` says.
-    pub(crate) fn adaptive(image: [usize; 2], grid: [usize; 2]) -> Windows {
-        let one = [1; 2];
-        Windows { image, kernel: one, grid, stride: one, padding: [0; 2], dilation: one, adaptive: true }
+    pub(crate) fn adaptive(image: [usize; D], grid: [usize; D]) -> Windows<D> {
+        let (zero, one) = ([0; D], [1; D]);
+        Windows { image, kernel: one, grid, stride: one, padding: zero, behind: zero, dilation: one, adaptive: true }
     }
 
     /// The elements of the image that window o has along direction d: from the first to before the last, a dilation apart.
@@ -57,18 +59,79 @@ impl Windows {
         (from + skipped - self.padding[d], end.saturating_sub(self.padding[d]).min(self.image[d]))
     }
 
-    pub(crate) fn divisor(&self, o: [usize; 2], divisor: Divisor) -> usize {
-        let size = |d: usize| {
-            let (start, stop) = self.span(d, o[d]);
-            let from = o[d] * self.stride[d];
-            match divisor {
-                Divisor::Window if !self.adaptive => {
-                    (from + self.kernel[d]).min(self.image[d] + 2 * self.padding[d]) - from
-                }
-                _ => stop - start,
-            }
-        };
-        if let Divisor::Number(n) = divisor { n } else { size(0) * size(1) }
+    /// Along the last two dims; one dim is a row.
+    pub(crate) fn plane(&self) -> Windows {
+        self.along(|numbers, other| match numbers[..] {
+            [.., rows, columns] => [rows, columns],
+            [columns] => [other, columns],
+            [] => [other; 2],
+        })
+    }
+
+    /// Along the first of three dims, whose planes of `plane` elements are rows.
+    pub(crate) fn slices(&self, plane: usize) -> Windows {
+        let along = self.along(|numbers, other| [numbers[0], other]);
+        Windows { image: [along.image[0], plane], grid: [along.grid[0], plane], ..along }
+    }
+
+    /// Along two directions that `pair` takes the numbers of; where there is none, its second argument leaves the image as it is.
+    fn along(&self, pair: impl Fn([usize; D], usize) -> [usize; 2]) -> Windows {
+        Windows {
+            image: pair(self.image, 1),
+            kernel: pair(self.kernel, 1),
+            grid: pair(self.grid, 1),
+            stride: pair(self.stride, 1),
+            padding: pair(self.padding, 0),
+            behind: pair(self.behind, 0),
+            dilation: pair(self.dilation, 1),
+            adaptive: self.adaptive,
+        }
+    }
+
+    /// The greatest element of each window of x, [`as_images`]. Differentiable.
+    pub(crate) fn max(self, op: &'static str, x: &Tensor) -> Result<Tensor> {
+        if D < 3 {
+            return Ok(self.plane().max_of_planes(op, x)?.0);
+        }
+        Ok(self.max_of_slices(op, x)?.0)
+    }
+
+    /// [`Windows::max`], and the position of each element in its image.
+    pub(crate) fn max_with_indices(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        if D < 3 {
+            return self.plane().max_of_planes(op, x);
+        }
+        let (out, places, slice) = self.max_of_slices(op, x)?;
+        let ([n, c, _, windows], shape) = (four(&places), out.shape().clone());
+        let columns = |t: &Tensor| t.reshape([n, c, t.numel() / (n * c).max(1)]);
+        let place = columns(&places)?.gather(2, &columns(&slice)?)?.reshape(&shape)?;
+        let [.., h, w] = five(x);
+        let before = slice.floor_divide_scalar(windows.max(1) as i64)?.mul_scalar((h * w) as i64)?;
+        Ok((out, before.reshape(&shape)?.add(&place)?))
+    }
+
+    /// Of three dims: the greatest elements, `[N, C, D, windows]` places of those of each slice in it, and `[N, C, windows along the
+    /// depth, windows]` places of the slices' greatest elements among these. The first of equals is in the first of their slices.
+    fn max_of_slices(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+        let ([n, c, depth, h, w], [oh, ow]) = (five(x), self.plane().grid);
+        let (rows, places) = self.plane().max_of_planes(op, &x.reshape([n, c * depth, h, w])?)?;
+        let shape = [n, c, depth, oh * ow];
+        let (out, slice) = self.slices(oh * ow).max_of_planes(op, &rows.reshape(shape)?)?;
+        Ok((out.reshape([n, c, self.grid[0], oh, ow])?, places.reshape(shape)?, slice))
+    }
+
+    /// The mean of each window of x, [`as_images`]. Differentiable.
+    pub(crate) fn mean(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
+        if D < 3 {
+            return self.plane().mean_of_planes(op, x, divisor);
+        }
+        let ([n, c, depth, h, w], [oh, ow]) = (five(x), self.plane().grid);
+        let then = if let Divisor::Number(_) = divisor { Divisor::Number(1) } else { divisor };
+        // Means of means in half precision would be rounded twice.
+        let wide = if x.dtype.size() == 2 { x.to_dtype(DType::F32)? } else { x.shallow_clone() };
+        let rows = self.plane().mean_of_planes(op, &wide.reshape([n, c * depth, h, w])?, divisor)?;
+        let out = self.slices(oh * ow).mean_of_planes(op, &rows.reshape([n, c, depth, oh * ow])?, then)?;
+        out.reshape([n, c, self.grid[0], oh, ow])?.to_dtype(x.dtype)
     }
 
     /// The windows that have row or column tap k inside of the image, first to before the last.
@@ -77,6 +140,22 @@ impl Windows {
         let first = padding.saturating_sub(tap).div_ceil(stride);
         let last = (self.image[d] + padding).saturating_sub(tap).div_ceil(stride);
         (first.min(self.grid[d]), last.clamp(first.min(self.grid[d]), self.grid[d]))
+    }
+}
+
+impl Windows {
+    pub(crate) fn divisor(&self, o: [usize; 2], divisor: Divisor) -> usize {
+        let size = |d: usize| {
+            let (start, stop) = self.span(d, o[d]);
+            let from = o[d] * self.stride[d];
+            match divisor {
+                Divisor::Window if !self.adaptive => {
+                    (from + self.kernel[d]).min(self.image[d] + self.padding[d] + self.behind[d]) - from
+                }
+                _ => stop - start,
+            }
+        };
+        if let Divisor::Number(n) = divisor { n } else { size(0) * size(1) }
     }
 
     /// The elements of every window of x, `[N, C, image]`, as `[N, C, kernel, grid]`, or as `[C, kernel, N, grid]` for
@@ -115,8 +194,8 @@ impl Windows {
         })
     }
 
-    /// The greatest element of each window of x, `[N, C, image]`, and its position in the image. Differentiable.
-    pub(crate) fn max(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
+    /// [`Windows::max`] of x, `[N, C, image]`.
+    fn max_of_planes(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let index = Tensor::empty_like_shape(self.pooled(x), DType::I64, x.device())?;
         let out = self.run(Task::Max, x, &index, self.pooled(x))?;
         if !autograd::is_tracked(&[x]) || !x.dtype.is_float() {
@@ -135,17 +214,17 @@ impl Windows {
         Ok((out, index))
     }
 
-    /// The mean of each window of x, `[N, C, image]`. Differentiable.
-    pub(crate) fn mean(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
+    /// [`Windows::mean`] of x, `[N, C, image]`.
+    fn mean_of_planes(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
         let out = self.run(Task::Mean(divisor), x, x, self.pooled(x))?;
         let shape = x.shape().clone();
         Ok(autograd::record_unary_twice(op, out, x, move |grad| self.mean_backward(op, &grad, divisor, shape.clone())))
     }
 
-    /// The gradient of [`Windows::mean`], itself differentiable.
+    /// The gradient of [`Windows::mean_of_planes`], itself differentiable.
     fn mean_backward(self, op: &'static str, grad: &Tensor, divisor: Divisor, shape: Shape) -> Result<Tensor> {
         let out = self.run(Task::Unmean(divisor), grad, grad, shape)?;
-        Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.mean(op, &grad, divisor)))
+        Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.mean_of_planes(op, &grad, divisor)))
     }
 
     fn pooled(&self, x: &Tensor) -> Shape {
@@ -169,14 +248,15 @@ impl Windows {
     }
 }
 
-/// x of `[C, dims..]` or `[N, C, dims..]` with one or two `dims` as `[N, C, rows, columns]`.
+/// x of `[C, dims..]` or `[N, C, dims..]` with one to three `dims` as `[N, C, rows, columns]` or `[N, C, depth, rows, columns]`.
 pub(crate) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Result<Tensor> {
     let batched = match x.rank().checked_sub(directions) {
         Some(1) => false,
         Some(2) => true,
         _ => {
-            let form = if directions == 1 { "[C, L] or [N, C, L]" } else { "[C, H, W] or [N, C, H, W]" };
-            return Err(Error::invalid(op, format!("the input is {form}, this one has shape {}", x.shape())));
+            let dims = ["L", "H, W", "D, H, W"][directions - 1];
+            let reason = format!("the input is [C, {dims}] or [N, C, {dims}], this one has shape {}", x.shape());
+            return Err(Error::invalid(op, reason));
         }
     };
     let x = if directions == 1 { x.unsqueeze(-2)? } else { x.shallow_clone() };
@@ -189,13 +269,15 @@ pub(crate) fn restore_rank(out: &Tensor, x: &Tensor, directions: usize) -> Resul
     if x.rank() == directions + 2 { Ok(out) } else { out.squeeze(0) }
 }
 
-/// One number or two as rows and columns: one dim is a row.
-pub(crate) fn pair<const D: usize>(given: [usize; D], other: usize) -> [usize; 2] {
-    match given[..] {
-        [columns] => [other, columns],
-        [rows, columns, ..] => [rows, columns],
-        [] => [other; 2],
-    }
+/// The sizes of five dims.
+pub(crate) fn five(t: &Tensor) -> [usize; 5] {
+    last(t)
+}
+
+/// The sizes of the last D dims.
+pub(crate) fn last<const D: usize>(t: &Tensor) -> [usize; D] {
+    let dims = t.shape().dims();
+    std::array::from_fn(|d| dims[dims.len() - D + d])
 }
 
 /// The elements of each window of images as a column (PyTorch's `nn.functional.unfold`): `[N, C, H, W]` gives
@@ -223,8 +305,8 @@ pub fn unfold(
 ) -> Result<Tensor> {
     let op = replaced!("unfold2d", [x], &kernel, &dilation, &padding, &stride);
     let images = as_images(op, x, 2)?;
-    let [n, c, h, w] = four(&images);
-    let windows = Windows::new(op, [h, w], kernel, [stride, padding, dilation], [0; 2])?;
+    let [n, c, ..] = four(&images);
+    let windows = Windows::new(op, last(&images), kernel, [stride, padding, padding, dilation])?;
     let columns = windows.im2col(op, &images, false)?;
     let rows = c * kernel[0] * kernel[1];
     let columns = columns.reshape([n, rows, windows.grid[0] * windows.grid[1]])?;
@@ -247,7 +329,7 @@ pub fn fold(
     let op = "fold";
     columns.dtype.check_float(op)?;
     replaced!(op, [columns], &output_size, &kernel, &dilation, &padding, &stride);
-    let windows = Windows::new(op, output_size, kernel, [stride, padding, dilation], [0; 2])?;
+    let windows = Windows::new(op, output_size, kernel, [stride, padding, padding, dilation])?;
     let taps = kernel[0] * kernel[1];
     let (batch, rows, count) = match *columns.shape().dims() {
         [rows, count] => (1, rows, count),

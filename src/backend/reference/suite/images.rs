@@ -7,7 +7,7 @@ use crate::backend::problem::windows::{Divisor, Task, Windows};
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{DType, Result};
 
-/// Windows of a kernel, with these strides, paddings and dilations.
+/// Windows of a kernel, with these strides, paddings on either side and dilations.
 fn windows(
     image: [usize; 2],
     kernel: [usize; 2],
@@ -16,7 +16,7 @@ fn windows(
     dilation: [usize; 2],
 ) -> Windows {
     let grid = [0, 1].map(|d| (image[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) / stride[d] + 1);
-    Windows { image, kernel, grid, stride, padding, dilation, adaptive: false }
+    Windows { image, kernel, grid, stride, padding, behind: padding, dilation, adaptive: false }
 }
 
 fn all() -> [Windows; 5] {
@@ -119,9 +119,12 @@ pub(super) fn fold(suite: &mut Suite) -> Result<()> {
 
 pub(super) fn pool(suite: &mut Suite) -> Result<()> {
     let one = [1; 2];
-    let adaptive =
-        |image, grid| Windows { image, kernel: one, grid, stride: one, padding: [0; 2], dilation: one, adaptive: true };
+    let adaptive = |image, grid| Windows::adaptive(image, grid);
+    // One element more of the padding before, or two more behind, and a window more for them.
+    let uneven = windows([6, 9], [2, 4], [2, 2], [1, 1], one);
     let shapes = [
+        Windows { padding: [0, 1], behind: [1, 3], grid: [3, 5], ..uneven },
+        Windows { padding: [1, 2], behind: [0, 1], grid: [3, 5], ..uneven },
         windows([7, 9], [3, 2], [2, 2], [1, 1], one),
         windows([5, 17], [2, 3], [1, 3], [0, 1], one),
         windows([1, 65], [1, 4], [1, 4], [0, 0], one),

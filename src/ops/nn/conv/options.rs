@@ -1,5 +1,7 @@
 //! The options of convolutions, and their rows in the catalogue.
 
+use std::array;
+
 use crate::Result;
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::prelude::*;
@@ -15,6 +17,29 @@ pub enum Padding<const D: usize> {
     Same,
     /// So many before and after each dim.
     Zeros([usize; D]),
+}
+
+impl<const D: usize> Padding<D> {
+    /// What is before and behind each dim.
+    pub(crate) fn sides(
+        self,
+        op: &'static str,
+        kernel: [usize; D],
+        stride: [usize; D],
+        dilation: [usize; D],
+    ) -> Result<[[usize; D]; 2]> {
+        Ok(match self {
+            Padding::Valid => [[0; D]; 2],
+            Padding::Zeros(zeros) => [zeros; 2],
+            Padding::Same if stride != [1; D] => {
+                return Err(Error::invalid(op, format!("the padding 'same' is for strides of 1, not {stride:?}")));
+            }
+            Padding::Same => {
+                let total = |d: usize| dilation[d].saturating_mul(kernel[d].saturating_sub(1));
+                [array::from_fn(|d| total(d) / 2), array::from_fn(|d| total(d).div_ceil(2))]
+            }
+        })
+    }
 }
 
 impl<const D: usize> From<usize> for Padding<D> {
@@ -39,7 +64,7 @@ impl<const D: usize> From<Padding<D>> for Argument {
     }
 }
 
-/// How [`conv1d`](crate::Tensor::conv1d) and [`conv2d`](crate::Tensor::conv2d) move their windows, with PyTorch's defaults.
+/// How [`conv2d`](crate::Tensor::conv2d) and its kin move their windows, with PyTorch's defaults.
 ///
 /// ```
 /// use claystone::{ConvOptions, Device, Tensor};
@@ -66,8 +91,7 @@ impl<const D: usize> Default for ConvOptions<D> {
     }
 }
 
-/// How [`conv_transpose1d`](crate::Tensor::conv_transpose1d) and [`conv_transpose2d`](crate::Tensor::conv_transpose2d)
-/// move their windows, with PyTorch's defaults.
+/// How [`conv_transpose2d`](crate::Tensor::conv_transpose2d) and its kin move their windows, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConvTransposeOptions<const D: usize> {
     /// Elements of the result from one window to the next.
@@ -113,10 +137,14 @@ operations! {
         => |a| a.x(0)?.conv1d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
     conv2d(3, 4) functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.conv2d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
+    conv3d(3, 4) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.conv3d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
     conv_transpose1d(3, 5) functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.conv_transpose1d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
     conv_transpose2d(3, 5) functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.conv_transpose2d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
+    conv_transpose3d(3, 5) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.conv_transpose3d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
     unfold2d(1, 4) "nn.functional.unfold": NeuralNetwork, All -> Same, differentiable
         => |a| unfold(a.x(0)?, a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [0; 2])?, a.array(3, [1; 2])?);
     fold(1, 5) functional: NeuralNetwork, Floats -> Same, differentiable => |a| {
