@@ -2,8 +2,8 @@
 //! they are and spread the work evenly, where the processor has vectors for them, and others for products of few rows;
 //! [`gemm`], a safe door to the crate of that name, for everything else.
 //!
-//! Sums are f32. Of two matrices of bf16, a processor with AVX512-BF16 adds pairs of products, in an instruction that takes and makes
-//! zeros for numbers below the smallest normal one, 1.2e-38, and rounds to nearest even.
+//! Sums are f32. Of two matrices of bf16, a processor with AVX512-BF16 or AMX adds pairs of products, in an instruction that takes and
+//! makes zeros for numbers below the smallest normal one, 1.2e-38, and rounds to nearest even.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -16,6 +16,8 @@ use smallvec::SmallVec;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod alone;
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod blocks;
 #[cfg(target_arch = "x86_64")]
@@ -191,7 +193,7 @@ impl<'a> Floats<'a> {
 fn kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Option<&'static Kernels> {
     const LEAST: usize = 8;
     let of_pairs = match (a, b) {
-        (Floats::BF16(_), Floats::BF16(_)) => Kernels::get(true),
+        (Floats::BF16(_), Floats::BF16(_)) => Kernels::amx(k).or_else(|| Kernels::get(true)),
         _ => None,
     };
     of_pairs.or_else(|| Kernels::get(false)).filter(|_| m.min(n).min(k) >= LEAST)

@@ -102,8 +102,8 @@ pub(super) unsafe fn product(
     let m = parts.iter().map(|(down, _)| down.len()).max().unwrap_or(0);
     let n = parts.iter().map(|(_, across)| across.len()).max().unwrap_or(0);
     let columns = 2 * kernels.lanes;
-    let deep = even(k, DEEP, 1);
-    let depth = even(deep, DEPTH * kernels.lanes, 1);
+    let deep = even(k, DEEP, kernels.step);
+    let depth = even(deep, DEPTH * kernels.lanes, kernels.step);
     let most = |step: usize| (LAID_OUT / deep).max(step);
     let wide = even(n, most(columns), columns);
     let high = even(m, if a.in_place().is_some() { m } else { most(kernels.rows) }, 1);
@@ -327,13 +327,14 @@ impl Region<'_> {
 
     fn operand_a(&self, panels: usize) -> Panels {
         let (size, first) = ((self.size.0, self.size.2), (self.first.0, self.first.2));
-        Panels::new(self.a, size, first, self.packed_a, (self.rows, 1), (panels, self.depth))
+        let row_by_row = self.kernels.step > 1;
+        Panels::new(self.a, size, first, self.packed_a, (self.rows, 1), (panels, self.depth), row_by_row)
     }
 
     fn operand_b(&self, panels: usize) -> Panels {
         let (size, first) = ((self.size.1, self.size.2), (self.first.1, self.first.2));
         let lanes = self.kernels.lanes;
-        Panels::new(self.b.transposed(), size, first, self.packed_b, (2 * lanes, lanes), (panels, self.depth))
+        Panels::new(self.b.transposed(), size, first, self.packed_b, (2 * lanes, lanes), (panels, self.depth), false)
     }
 
     /// Some panels of rows and of columns, computed and, where that is wanted, handed over.
@@ -426,7 +427,7 @@ impl Region<'_> {
                                 }
                                 None => self.packed_a.add((z * of_a + down) * (self.depth * rows + SLACK)),
                             },
-                            a_row: in_place.map_or(0, |(_, row)| row),
+                            a_row: in_place.map_or((self.depth * size_of::<f32>()) as isize, |(_, row)| row),
                             b,
                             b_step,
                             out: out.start.offset(at),

@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 use std::sync::OnceLock;
 
-use super::Finish;
+use super::{Finish, amx};
 
 /// A tile's operands and where it goes.
 pub(super) struct Tile {
@@ -57,11 +57,19 @@ pub(super) struct Kernels {
     pub(super) lanes: usize,
     /// Whether a step is a pair of bf16.
     pub(super) pairs: bool,
+    /// A number of steps that all tiles have a multiple of; with more than one, panels of the left matrix have row after row.
+    pub(super) step: usize,
     tiles: &'static [[[Function; 2]; 2]],
 }
 
 impl Kernels {
-    /// Those for this processor, where it has any; of pairs only where it has these.
+    /// Those of AMX, for `k` steps of bf16, where the processor has it.
+    pub(super) fn amx(k: usize) -> Option<&'static Kernels> {
+        (k.is_multiple_of(2 * amx::STEP) && amx::is_available()).then_some(&AMX)
+    }
+
+    /// Those for this processor, where it has any; of pairs only where it has these and they are the faster ones, which they are not where
+    /// it has AMX.
     pub(super) fn get(pairs: bool) -> Option<&'static Kernels> {
         static KERNELS: OnceLock<[Option<&'static Kernels>; 2]> = OnceLock::new();
         let kernels = KERNELS.get_or_init(|| {
@@ -69,7 +77,7 @@ impl Kernels {
             let avx512 = avx2 && is_x86_feature_detected!("avx512f");
             let fma = avx2 && is_x86_feature_detected!("fma");
             let single = if avx512 { Some(&AVX512) } else { fma.then_some(&AVX2) };
-            [single, (avx512 && is_x86_feature_detected!("avx512bf16")).then_some(&PAIRS)]
+            [single, (avx512 && is_x86_feature_detected!("avx512bf16") && !amx::is_available()).then_some(&PAIRS)]
         });
         kernels[usize::from(pairs)]
     }
@@ -193,8 +201,7 @@ const AHEAD: isize = 32;
 unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
     const ELEMENT: isize = size_of::<f32>() as isize;
     let (row, step) = if DIRECT { (t.a_row, 1) } else { (ELEMENT, R) };
-    // SAFETY: the caller's promise covers every element that is read and written below; the buffer has `WIDEST` elements,
-    // no fewer than N vectors.
+    // SAFETY: the caller's promise covers every element that is read and written below.
     unsafe {
         let mut sums = [[V::zero(); N]; R];
         let (mut a, mut b, ahead) = (t.a, t.b, AHEAD * t.b_step);
@@ -218,48 +225,58 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
             }
             b = b.wrapping_byte_offset(t.b_jump);
         }
+        for (i, sums) in sums.into_iter().enumerate() {
+            write(t, i, sums);
+        }
+    }
+}
+
+/// Writes the sums of row `i` of a tile, finished.
+///
+/// # Safety
+/// As [`Function`].
+#[inline(always)]
+pub(super) unsafe fn write<V: Vector, const N: usize>(t: &Tile, i: usize, sums: [V; N]) {
+    // SAFETY: the caller's promise covers every element that is read and written below; the buffer has `WIDEST` elements,
+    // no fewer than N vectors.
+    unsafe {
+        let out = t.out.offset(i as isize * t.row);
         if t.col == 1 && t.columns == N * V::LANES {
-            for (i, sums) in sums.into_iter().enumerate() {
-                let out = t.out.offset(i as isize * t.row);
-                for (j, sum) in sums.into_iter().enumerate() {
-                    let out = out.add(j * V::LANES);
-                    let sum = if t.accumulate { sum.add(V::load(out)) } else { sum };
-                    let sum = match t.finish {
-                        Finish::Nothing => sum,
-                        Finish::Add(row) => sum.add(V::load(row.add(j * V::LANES))),
-                        Finish::AddRelu(row) => {
-                            let sum = sum.add(V::load(row.add(j * V::LANES)));
-                            sum.where_above(sum)
-                        }
-                        Finish::ReluGrad(x) => {
-                            let x = V::load(x.offset(i as isize * t.row).add(j * V::LANES));
-                            sum.mul(V::splat(&1.0).where_above(x))
-                        }
-                    };
-                    sum.store(out);
-                }
+            for (j, sum) in sums.into_iter().enumerate() {
+                let out = out.add(j * V::LANES);
+                let sum = if t.accumulate { sum.add(V::load(out)) } else { sum };
+                let sum = match t.finish {
+                    Finish::Nothing => sum,
+                    Finish::Add(row) => sum.add(V::load(row.add(j * V::LANES))),
+                    Finish::AddRelu(row) => {
+                        let sum = sum.add(V::load(row.add(j * V::LANES)));
+                        sum.where_above(sum)
+                    }
+                    Finish::ReluGrad(x) => {
+                        let x = V::load(x.offset(i as isize * t.row).add(j * V::LANES));
+                        sum.mul(V::splat(&1.0).where_above(x))
+                    }
+                };
+                sum.store(out);
             }
             return;
         }
         let mut buffer = [0f32; WIDEST];
-        for (i, sums) in sums.into_iter().enumerate() {
-            for (j, sum) in sums.into_iter().enumerate() {
-                sum.store(buffer.as_mut_ptr().add(j * V::LANES));
-            }
-            let out = t.out.offset(i as isize * t.row);
-            for (j, sum) in buffer[..t.columns].iter().enumerate() {
-                let out = out.offset(j as isize * t.col);
-                let sum = if t.accumulate { *out + sum } else { *sum };
-                *out = match t.finish {
-                    Finish::Nothing => sum,
-                    Finish::Add(row) => sum + *row.add(j),
-                    Finish::AddRelu(row) => {
-                        let sum = sum + *row.add(j);
-                        where_above(sum, sum)
-                    }
-                    Finish::ReluGrad(x) => sum * where_above(1.0, *x.offset(i as isize * t.row).add(j)),
-                };
-            }
+        for (j, sum) in sums.into_iter().enumerate() {
+            sum.store(buffer.as_mut_ptr().add(j * V::LANES));
+        }
+        for (j, sum) in buffer[..t.columns].iter().enumerate() {
+            let out = out.offset(j as isize * t.col);
+            let sum = if t.accumulate { *out + sum } else { *sum };
+            *out = match t.finish {
+                Finish::Nothing => sum,
+                Finish::Add(row) => sum + *row.add(j),
+                Finish::AddRelu(row) => {
+                    let sum = sum + *row.add(j);
+                    where_above(sum, sum)
+                }
+                Finish::ReluGrad(x) => sum * where_above(1.0, *x.offset(i as isize * t.row).add(j)),
+            };
         }
     }
 }
@@ -278,6 +295,7 @@ macro_rules! kernels {
                 rows: [$($rows),*].len(),
                 lanes: <$type>::LANES,
                 pairs: $pairs,
+                step: 1,
                 tiles: &[$([[of::<$rows, 1, false>, of::<$rows, 2, false>], [of::<$rows, 1, true>, of::<$rows, 2, true>]]),*],
             }
         };
@@ -288,3 +306,17 @@ macro_rules! kernels {
 kernels!(AVX2, "avx2,fma", V8, false: 1 2 3 4 5 6);
 kernels!(AVX512, "avx512f", V16, false: 1 2 3 4 5 6 7 8 9 10 11 12);
 kernels!(PAIRS, "avx512f,avx512bf16", V16Pairs, true: 1 2 3 4 5 6 7 8 9 10 11 12);
+
+macro_rules! amx_kernels {
+    ($($rows:literal)*) => {
+        static AMX: Kernels = Kernels {
+            rows: [$($rows),*].len(),
+            lanes: V16::LANES,
+            pairs: true,
+            step: amx::STEP,
+            tiles: &[$([[amx::tile::<$rows, 1>, amx::tile::<$rows, 2>], [amx::tile::<$rows, 1>, amx::tile::<$rows, 2>]]),*],
+        };
+    };
+}
+
+amx_kernels!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32);

@@ -54,6 +54,38 @@ pub(super) unsafe fn pack<S: Source>(from: From<S::Element>, to: *mut f32, copie
     row_by_row!(1 2 3 4 5 6 7 8 9 10 11 12 16 32);
 }
 
+/// Lays out rows of pairs, `stride` elements apart at `to`.
+///
+/// # Safety
+/// The elements of the lanes and steps are there to be read; `to` has room for the rows, which nobody else uses. The processor has AVX2.
+#[target_feature(enable = "avx2,f16c")]
+pub(super) unsafe fn pack_rows(from: From<bf16>, to: *mut f32, (rows, steps): (usize, usize), stride: usize) {
+    let whole = if from.across == 1 { (rows / 8 * 8, steps / 8 * 8) } else { (0, 0) };
+    // SAFETY: the caller's promise.
+    unsafe {
+        let at =
+            |row: usize, step: usize| from.start.offset(row as isize * from.across + 2 * step as isize * from.along);
+        for (row, step) in (0..whole.0).step_by(8).flat_map(|row| (0..whole.1).step_by(8).map(move |step| (row, step)))
+        {
+            let block = std::array::from_fn(|i| Pairs::lanes(at(row, step + i), from.along));
+            for (i, row) in (row..).zip(turn(block)) {
+                _mm256_storeu_ps(to.add(i * stride + step), row);
+            }
+        }
+        for row in 0..rows {
+            let done = if row < whole.0 { whole.1 } else { 0 };
+            match from.along {
+                1 => at(row, done)
+                    .cast::<u8>()
+                    .copy_to_nonoverlapping(to.add(row * stride + done).cast(), 4 * (steps - done)),
+                _ => {
+                    (done..steps).for_each(|step| *to.add(row * stride + step) = Pairs::one(at(row, step), from.along))
+                }
+            }
+        }
+    }
+}
+
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::matrix::{Matrix, Start};
-use super::pack::{Copies, From, Half, Pairs, SLACK, pack};
+use super::pack::{Copies, From, Half, Pairs, SLACK, pack, pack_rows};
 
 /// Elements that it is worth going for to lay them out.
 const PIECE: usize = 1 << 14;
@@ -25,6 +25,8 @@ pub(super) struct Panels {
     depth: usize,
     /// Panels and steps of a piece.
     piece: (usize, usize),
+    /// Whether panels have row after row, `depth` elements apart, instead of step after step.
+    row_by_row: bool,
 }
 
 // SAFETY: threads read the matrix, and each writes to pieces of its own.
@@ -38,6 +40,7 @@ impl Panels {
         to: *mut f32,
         (rows, lanes): (usize, usize),
         (panels, depth): (usize, usize),
+        row_by_row: bool,
     ) -> Panels {
         // Rows of the matrix follow one another, then its steps are far apart: each is read over many panels. Otherwise a
         // panel is laid out in one go, for that may write behind what it lays out.
@@ -45,7 +48,7 @@ impl Panels {
             true => (panels.min(PANELS_AT_ONCE), (PIECE / (rows * panels.min(PANELS_AT_ONCE))).clamp(1, depth)),
             false => ((PIECE / (rows * depth)).max(1), depth),
         };
-        Panels { from, size, first, to, rows, lanes, panels, depth, piece }
+        Panels { from, size, first, to, rows, lanes, panels, depth, piece, row_by_row }
     }
 
     /// In each block of `depth` steps, groups of panels and parts of the steps.
@@ -72,6 +75,18 @@ impl Panels {
         let (first, last) = (group * self.piece.0, self.panels.min((group + 1) * self.piece.0));
         let whole = last.min(self.size.0 / self.rows).max(first);
         let stride = self.depth * self.rows + SLACK;
+        if self.row_by_row {
+            for panel in first..last {
+                let (down, rows) = (panel * self.rows, self.rows.min(self.size.0 - panel * self.rows));
+                // SAFETY: the caller's promise; the panels' memory has room for all of them; the rows and steps are the matrix's.
+                unsafe {
+                    let to = self.to.add((block * self.panels + panel) * stride + begin);
+                    let first = (self.first.0 + down, self.first.1 + block * self.depth + begin);
+                    lay_out_rows(self.from, first, (rows, end - begin), to, self.depth);
+                }
+            }
+            return;
+        }
         // SAFETY: the panels' memory has room for all of them; the rows and steps are the matrix's.
         let to =
             |panel: usize, width: usize| unsafe { self.to.add((block * self.panels + panel) * stride + begin * width) };
@@ -89,6 +104,26 @@ impl Panels {
                 lay_out(self.from, from(whole), to(whole, width), copies, lanes, width);
             }
         }
+    }
+}
+
+/// Rows of pairs, `stride` elements apart at `to`.
+///
+/// # Safety
+/// The matrix's rows and steps from `first` on are there to be read, and `to` to be written, which nobody else uses. The processor has AVX2.
+unsafe fn lay_out_rows(
+    from: Matrix<Start>,
+    first: (usize, usize),
+    (rows, steps): (usize, usize),
+    to: *mut f32,
+    stride: usize,
+) {
+    let Start::Pairs(start, _) = from.start else { unreachable!("only pairs are laid out in rows") };
+    let at = first.0 as isize * from.row + 2 * first.1 as isize * from.col;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let from = From { start: start.offset(at), across: from.row, along: from.col };
+        pack_rows(from, to, (rows, steps), stride);
     }
 }
 

@@ -39,6 +39,10 @@ fn products_are_those_of_f64() {
         (20, 48, 600),
         (300, 272, 1000),
         (1040, 96, 850),
+        (300, 272, 1024),
+        (100, 65, 2080),
+        (33, 47, 4160),
+        (8, 16, 32),
         (1, 1, 1),
         (1, 4163, 20),
         (2, 33, 131),
@@ -117,7 +121,7 @@ fn pieces_are_tiles_where_there_are_so_many() {
 #[test]
 fn finished_products() {
     let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
-    for (m, n, k) in [(8, 8, 8), (13, 33, 1030), (47, 110, 5000), (300, 49, 2500)] {
+    for (m, n, k) in [(8, 8, 8), (13, 33, 1030), (47, 110, 5000), (300, 49, 2500), (47, 110, 4128), (75, 49, 96)] {
         let (x, y): (Vec<f32>, Vec<f32>) = ((0..m * k).map(number).collect(), (0..k * n).map(number).collect());
         let brains: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
         let others: Vec<bf16> = y.iter().map(|&y| bf16::from_f32(y)).collect();
@@ -211,7 +215,7 @@ fn strided_products_of_bf16() {
 #[test]
 fn special_values_of_bf16() {
     let sizes = [(13, 35), (7, 35), (1, 70), (35, 3)];
-    let cases = sizes.into_iter().flat_map(|(m, n)| [8, 9, 1027].map(|k| (m, n, k)));
+    let cases = sizes.into_iter().flat_map(|(m, n)| [8, 9, 64, 1027].map(|k| (m, n, k)));
     for ((m, n, k), transposed) in cases.flat_map(|size| [(size, false), (size, true)]) {
         let mut a = vec![bf16::ONE; m * k];
         let mut b = vec![bf16::from_f32(2.0); k * n];

@@ -1,0 +1,123 @@
+//! Tiles of bf16 products by AMX, which multiplies matrices of 16 rows of 16 pairs. The standard library's functions for it are not
+//! stable, its instructions are assembled here.
+//!
+//! A tile of the result is four registers of AMX. The left matrix is read in rows of pairs, in place or laid out so, and
+//! steps are a multiple of [`STEP`].
+
+use std::arch::asm;
+use std::arch::x86_64::__cpuid_count;
+use std::sync::OnceLock;
+
+use super::kernel::{Tile, V16, Vector, write};
+
+/// Pairs that a register has of each row.
+pub(super) const STEP: usize = 16;
+/// Rows of a register.
+const ROWS: usize = 16;
+
+/// Whether the processor has AMX of bf16 and the operating system lets this process use it.
+pub(super) fn is_available() -> bool {
+    static AVAILABLE: OnceLock<bool> = OnceLock::new();
+    *AVAILABLE.get_or_init(|| {
+        const AMX_BF16: u32 = 1 << 22;
+        const AMX_TILE: u32 = 1 << 24;
+        // The first leaf tells of the seventh, without which the bits read below would be another's.
+        let features = if __cpuid_count(0, 0).eax >= 7 { __cpuid_count(7, 0).edx } else { 0 };
+        features & AMX_BF16 != 0 && features & AMX_TILE != 0 && is_x86_feature_detected!("avx512f") && is_permitted()
+    })
+}
+
+#[cfg(target_os = "linux")]
+fn is_permitted() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XTILEDATA: libc::c_long = 18;
+    // SAFETY: it takes no pointers, and only has the kernel save larger registers for threads that use them.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0 }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_permitted() -> bool {
+    false
+}
+
+/// What registers hold: rows, and bytes of each.
+#[repr(C, align(64))]
+struct Config {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+/// `R` rows and `N` vectors.
+///
+/// # Safety
+/// As [`Function`](super::kernel::Function), of rows of pairs in `a`, a multiple of [`STEP`]; AMX [is available](is_available).
+#[target_feature(enable = "avx512f")]
+pub(super) unsafe fn tile<const R: usize, const N: usize>(t: &Tile) {
+    debug_assert!(t.times == 1 && t.k.is_multiple_of(STEP));
+    let (first, second) = (R.min(ROWS), if R > ROWS { R - ROWS } else { R });
+    let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], bytes: [0; 16], rows: [0; 16] };
+    for (i, rows) in [first, first, second, second, first, second, ROWS, ROWS].into_iter().enumerate() {
+        (config.bytes[i], config.rows[i]) = (64, rows as u8);
+    }
+    let mut sums = [[0f32; 2 * ROWS]; 2 * ROWS];
+    // What there is not of the other rows or vector is what there is once more, and left out below.
+    let below = if R > ROWS { ROWS as isize * t.a_row } else { 0 };
+    let beside = if N > 1 { ROWS } else { 0 };
+    // SAFETY: the caller's promise: every register reads rows and steps of the operands, and the sums have room for four.
+    unsafe {
+        asm!(
+            "ldtilecfg [{config}]",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "2:",
+            "tileloadd tmm4, [{a} + {a_row}]",
+            "tileloadd tmm6, [{b} + {b_step}]",
+            "tileloadd tmm7, [{c} + {b_step}]",
+            "tileloadd tmm5, [{d} + {a_row}]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "add {a}, 64",
+            "add {d}, 64",
+            "add {b}, {b_next}",
+            "add {c}, {b_next}",
+            "dec {steps}",
+            "jnz 2b",
+            "mov {steps}, 128",
+            "tilestored [{sums} + {steps}], tmm0",
+            "tilestored [{sums} + {steps} + 64], tmm1",
+            "tilestored [{sums} + {steps} + 2048], tmm2",
+            "tilestored [{sums} + {steps} + 2112], tmm3",
+            "tilerelease",
+            config = in(reg) &raw const config,
+            a = inout(reg) t.a => _,
+            d = inout(reg) t.a.wrapping_byte_offset(below) => _,
+            a_row = in(reg) t.a_row,
+            b = inout(reg) t.b => _,
+            c = inout(reg) t.b.wrapping_add(beside) => _,
+            b_step = in(reg) t.b_step,
+            b_next = in(reg) STEP as isize * t.b_step,
+            steps = inout(reg) t.k / STEP => _,
+            sums = in(reg) sums.as_mut_ptr(),
+            out("tmm0") _,
+            out("tmm1") _,
+            out("tmm2") _,
+            out("tmm3") _,
+            out("tmm4") _,
+            out("tmm5") _,
+            out("tmm6") _,
+            out("tmm7") _,
+            options(nostack),
+        );
+        for (i, sums) in sums[..R].iter().enumerate() {
+            let sums = std::array::from_fn(|j| V16::load(sums.as_ptr().add(j * V16::LANES)));
+            write::<V16, N>(t, i, sums);
+        }
+    }
+}
