@@ -230,7 +230,7 @@ fn windows_of_nothing_but_padding() {
     each_device(|d| {
         // Of two elements, four apart, one lies before and one behind an image of one.
         let x = Tensor::ones([1, 1, 1], d).unwrap();
-        let options = MaxPoolOptions { padding: [2, 0], dilation: [4, 1], ..MaxPoolOptions::default() };
+        let options = MaxPoolOptions { padding: [2, 0].into(), dilation: [4, 1], ..MaxPoolOptions::default() };
         refused(d, &["max_pool2d", "padding"], || x.max_pool2d([2, 1], options));
         let wide = Tensor::ones([1, 3, 1], d).unwrap();
         assert_eq!(wide.max_pool2d([2, 1], options).unwrap().shape().dims(), [1, 2, 1]);

@@ -50,6 +50,15 @@ for name, layer, x in [
     ("adaptive_max_pool3d", nn.AdaptiveMaxPool3d((2, 4, 3)), x3),
 ]:
     pool(name, x, layer)
+# PyTorch pads the two sides of a dim differently in a step of its own, last dim first.
+weight, sides = torch.randn(3, 4, 3, 2), (0, 1, 1, 2)
+out["uneven.weight"] = weight
+pad = nn.functional.pad
+pool("uneven.conv2d", x2, lambda x: nn.functional.conv2d(pad(x, sides), weight))
+transposed = nn.functional.conv_transpose2d
+pool("uneven.conv_transpose2d", x2, lambda x: transposed(x, weight.transpose(0, 1), stride=2)[..., 1:-2, :-1])
+pool("uneven.max_pool2d", x2, lambda x: nn.functional.max_pool2d(pad(x, sides, value=-torch.inf), (4, 2)))
+pool("uneven.avg_pool2d", x2, lambda x: nn.functional.avg_pool2d(pad(x, sides), (4, 2)))
 _, out["max_pool3d.index"] = nn.functional.max_pool3d(x3, 2, 2, return_indices=True)
 
 arrays = {name: value.detach().numpy() for name, value in out.items()}

@@ -91,6 +91,6 @@ fn depthwise_convolutions_are_launched_once_and_repeat() {
 #[test]
 fn a_plane_beyond_any_memory_is_an_error() {
     let ones = |shape: &[usize]| Tensor::ones(shape, Device::Cpu).unwrap();
-    let far = ConvTransposeOptions { stride: [1 << 29; 2], padding: [1, 1], ..ConvTransposeOptions::default() };
+    let far = ConvTransposeOptions { stride: [1 << 29; 2], padding: 1.into(), ..ConvTransposeOptions::default() };
     assert!(ones(&[1, 1, 9, 9]).conv_transpose2d(&ones(&[1, 1, 2, 2]), None, far).is_err());
 }

@@ -65,7 +65,7 @@ impl Size {
         }
         let reach = [0, 1].map(|d| (self.grid()[d] - 1) * stride[d] + dilation[d] * (self.kernel[d] - 1) + 1);
         let output_padding = [0, 1].map(|d| self.image[d] + 2 * padding[d] - reach[d]);
-        let options = ConvTransposeOptions { stride, padding, output_padding, dilation, groups };
+        let options = ConvTransposeOptions { stride, padding: padding.into(), output_padding, dilation, groups };
         x.conv_transpose2d(weight, Some(bias), options)
     }
 

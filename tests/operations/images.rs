@@ -116,9 +116,9 @@ fn what_has_no_image_says_so() {
 fn convolutions() {
     let windows = [
         ([1, 1], [1, 1], Padding::Valid, [1, 1]),
-        ([3, 3], [1, 1], Padding::Zeros([1, 1]), [1, 1]),
-        ([3, 3], [2, 2], Padding::Zeros([1, 1]), [1, 1]),
-        ([2, 4], [1, 3], Padding::Zeros([0, 2]), [2, 1]),
+        ([3, 3], [1, 1], [1, 1].into(), [1, 1]),
+        ([3, 3], [2, 2], [1, 1].into(), [1, 1]),
+        ([2, 4], [1, 3], [0, 2].into(), [2, 1]),
         ([3, 3], [1, 1], Padding::Same, [2, 2]),
     ];
     for device in with_images() {
@@ -157,7 +157,7 @@ fn a_convolution_is_one_launch_and_its_gradients_are_those_of_buffers() {
                 let weight = numbers(&[o, c / groups, 3, 3], 2, DType::F32, device).requires_grad_(true).unwrap();
                 (x, weight, numbers(&[o], 3, DType::F32, device).requires_grad_(true).unwrap())
             };
-            let options = ConvOptions { padding: Padding::Zeros([1, 1]), groups, ..ConvOptions::default() };
+            let options = ConvOptions { padding: [1, 1].into(), groups, ..ConvOptions::default() };
             let gradients = |mode| {
                 let (x, weight, bias) = make();
                 with_memory_mode(mode, || {
@@ -201,9 +201,12 @@ fn pools() {
                 x.narrow(3, 3, 1).unwrap().narrow(2, 3, 1).unwrap().fill_(f64::NEG_INFINITY).unwrap();
                 for x in [odd_view(&x), x] {
                     let what = format!("{dims:?}");
-                    for (kernel, stride, padding) in
-                        [([2, 2], [2, 2], [0, 0]), ([3, 2], [1, 2], [1, 1]), ([4, 4], [1, 1], [2, 0])]
-                    {
+                    for (kernel, stride, padding) in [
+                        ([2, 2], [2, 2], [(0, 0); 2]),
+                        ([3, 2], [1, 2], [(1, 1); 2]),
+                        ([4, 4], [1, 1], [(2, 1), (0, 2)]),
+                    ] {
+                        let padding = padding.into();
                         let most = MaxPoolOptions { stride: Some(stride), padding, ..MaxPoolOptions::default() };
                         check(&[x.shallow_clone()], &what, |t| t[0].max_pool2d(kernel, most));
                         check(&[x.shallow_clone()], &what, |t| {

@@ -49,6 +49,7 @@ families! {
     conv,
     losses,
     norms,
+    padding,
     pooling,
     copies,
     creation,

@@ -256,7 +256,7 @@ fn gradients_of_overlapping_windows() {
         }
         // Twice, too: the gradient of a mean is linear.
         let x = Tensor::linspace(-1.0, 1.0, 24, (DType::F64, device)).unwrap().reshape([1, 2, 3, 4]).unwrap();
-        let options = AvgPoolOptions { stride: Some([1, 1]), padding: [1, 1], ..AvgPoolOptions::default() };
+        let options = AvgPoolOptions { stride: Some([1, 1]), padding: 1.into(), ..AvgPoolOptions::default() };
         let f = |x: &[Tensor]| x[0].avg_pool2d([2, 3], options)?.square()?.sum((), false);
         gradcheck(f, std::slice::from_ref(&x), 1e-6).unwrap();
         claystone::autograd::gradgradcheck(f, &[x], 1e-5).unwrap();
@@ -271,7 +271,7 @@ fn pools_say_what_does_not_fit() {
         assert!(message.contains(text), "{message}");
     };
     says("does not fit", x.max_pool2d([5, 5], MaxPoolOptions::default()));
-    says("half", x.max_pool2d([2, 2], MaxPoolOptions { padding: [2, 0], ..MaxPoolOptions::default() }));
+    says("half", x.max_pool2d([2, 2], MaxPoolOptions { padding: [2, 0].into(), ..MaxPoolOptions::default() }));
     says("above 0", x.avg_pool2d([2, 2], AvgPoolOptions { stride: Some([0, 1]), ..AvgPoolOptions::default() }));
     says("divisor", x.avg_pool2d([2, 2], AvgPoolOptions { divisor_override: Some(0), ..AvgPoolOptions::default() }));
     says("[N, C, L]", x.max_pool1d(2, MaxPoolOptions::default()));

@@ -43,7 +43,7 @@ fn indices(dims: &[usize]) -> impl Iterator<Item = Vec<usize>> {
 
 impl<const D: usize> Moves<D> {
     /// How many windows there are; with `ceil` the last may reach out, if it does not start behind the image.
-    fn grid(&self, image: [usize; D], kernel: [usize; D], ceil: bool) -> [usize; D] {
+    pub fn grid(&self, image: [usize; D], kernel: [usize; D], ceil: bool) -> [usize; D] {
         std::array::from_fn(|d| {
             let (before, behind) = self.padding[d];
             let room = (image[d] + before + behind) as isize - (self.dilation[d] * (kernel[d] - 1) + 1) as isize;
@@ -61,7 +61,7 @@ impl<const D: usize> Moves<D> {
     }
 
     /// Calls `f` with the index in images, weight `[outer, inner, kernel]` and windows of every product of a convolution.
-    fn products(
+    pub fn products(
         &self,
         n: usize,
         image: [usize; D],
@@ -137,7 +137,7 @@ fn greatest(e: &[(usize, f64)]) -> (usize, f64) {
     e.iter().copied().reduce(|a, b| if b.1 > a.1 || b.1.is_nan() { b } else { a }).unwrap()
 }
 
-fn mean(e: &[(usize, f64)], by: f64) -> f64 {
+pub fn mean(e: &[(usize, f64)], by: f64) -> f64 {
     e.iter().map(|(_, v)| v).sum::<f64>() / by
 }
 
@@ -306,6 +306,6 @@ fn operations_of_three_dims_say_what_does_not_fit() {
     says("channels", zeros(&[3, 3, 3]).conv3d(&w, None, ConvOptions::default()));
     says("output_padding", x.conv_transpose3d(&w, None, ConvTransposeOptions { output_padding: [1, 0, 0], ..Default::default() }));
     says("[N, C, D, H, W]", zeros(&[3, 3, 3]).max_pool3d([1; 3], MaxPoolOptions::default()));
-    says("half", x.max_pool3d([1, 2, 2], MaxPoolOptions { padding: [1, 0, 0], ..MaxPoolOptions::default() }));
+    says("half", x.max_pool3d([1, 2, 2], MaxPoolOptions { padding: [(0, 0), (0, 2), (0, 0)].into(), ..MaxPoolOptions::default() }));
     says("empty", zeros(&[1, 3, 2, 0, 4]).adaptive_avg_pool3d([1; 3]));
 }

@@ -101,7 +101,8 @@ impl<'a> Args<'a> {
         self.arguments.get(i).unwrap_or(&Argument::None)
     }
 
-    fn wrong<T>(&self, i: usize, wanted: &str) -> Result<T> {
+    /// The error of argument `i` that is not what is `wanted`.
+    pub(crate) fn wrong<T>(&self, i: usize, wanted: &str) -> Result<T> {
         let reason = match self.argument(i) {
             Argument::None => format!("argument {i}, {wanted}, is missing"),
             other => format!("argument {i} is {other:?} and should be {wanted}"),

@@ -21,7 +21,6 @@ use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT};
 use crate::backend::problem::windows::{Windows, four};
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::matmul::matrix_transpose;
 use crate::ops::nn::window::{as_images, five, last, restore_rank};
@@ -31,7 +30,7 @@ use crate::tensor::{Dims, Layout};
 use crate::{Result, Shape, Tensor, autograd};
 
 use crate::backend;
-pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions, Padding};
+pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions};
 
 impl Tensor {
     /// Each window's products with the weight, summed (PyTorch's `conv1d`): x `[N, C, L]` or `[C, L]`, `weight`
@@ -102,7 +101,7 @@ impl Tensor {
 
     /// Each element times the weight, added up where the windows of [`Tensor::conv2d`] would have read them (PyTorch's
     /// `conv_transpose2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight` `[C, O / groups, KH, KW]`, `bias` `[O]`; a dim of the
-    /// result is `(size - 1) stride - 2 padding + dilation (kernel - 1) + output_padding + 1`. Floats. Differentiable in all
+    /// result is `(size - 1) stride - padding on both sides + dilation (kernel - 1) + output_padding + 1`. Floats. Differentiable in all
     /// three.
     ///
     /// ```
@@ -230,11 +229,13 @@ fn transposed<const D: usize>(
     let inputs: Dims<&Tensor> = [given, weight].into_iter().chain(bias).collect();
     cast_first!(lowered(op, &inputs)?, |x| transposed(op, &x[0], &x[1], x.get(2), options));
     let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
-    let pairs = [&stride, &padding, &output_padding].map(Argument::from);
-    replaced!(op, inputs; || pairs.into_iter().chain([groups.into(), (&dilation).into()]).collect());
+    let arguments =
+        || vec![(&stride).into(), padding.into(), (&output_padding).into(), groups.into(), (&dilation).into()];
+    replaced!(op, inputs; arguments);
     let channels = check::<D>(op, given, weight, bias, groups, true)?;
     let (x, kernel) = (as_images(op, given, D)?, last(weight));
     let (grid, mut image): ([usize; D], _) = (last(&x), [0; D]);
+    let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
     for d in 0..D {
         let added = output_padding[d];
         invalid!(op if added > 0 && added >= stride[d].max(dilation[d]),
@@ -242,13 +243,14 @@ fn transposed<const D: usize>(
         let (rest, taps) = (grid[d].saturating_sub(1), usize::saturating_sub(kernel[d], 1));
         let reach = (rest.saturating_mul(stride[d]).saturating_add(dilation[d].saturating_mul(taps)))
             .saturating_add(added.saturating_add(1));
-        image[d] = reach.checked_sub(padding[d].saturating_mul(2)).filter(|&size| size > 0).ok_or_else(|| {
-            Error::invalid(op, format!("a padding of {} leaves nothing of {reach} elements", padding[d]))
+        let taken = before[d].saturating_add(behind[d]);
+        image[d] = reach.checked_sub(taken).filter(|&size| size > 0).ok_or_else(|| {
+            Error::invalid(op, format!("a padding of {taken} on both sides leaves nothing of {reach} elements"))
         })?;
     }
     invalid!(op if grid.contains(&0), "the images are empty, of shape {}", given.shape());
     // No window reaches the elements that `output_padding` adds.
-    let windows = Windows { grid, ..Windows::new(op, image, kernel, [stride, padding, padding, dilation])? };
+    let windows = Windows { grid, ..Windows::new(op, image, kernel, [stride, before, behind, dilation])? };
     let problem = ConvProblem { op, windows: windows.plane(), groups, transposed: true };
     let weight = as_2d::<D>(weight)?;
     let out = if D < 3 {

@@ -5,6 +5,7 @@ pub(crate) mod conv;
 pub(crate) mod interpolate;
 pub(crate) mod loss;
 pub(crate) mod norm;
+pub(crate) mod padding;
 pub(crate) mod pool;
 pub(crate) mod softmax;
 pub(crate) mod window;

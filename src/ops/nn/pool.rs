@@ -3,6 +3,7 @@
 use crate::backend::problem::windows::{Divisor, Windows};
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::prelude::*;
+use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{as_images, last, restore_rank};
 use crate::tensor::Dims;
 use crate::{DType, Result, Tensor};
@@ -12,8 +13,8 @@ use crate::{DType, Result, Tensor};
 pub struct MaxPoolOptions<const D: usize> {
     /// Elements from one window to the next; None for as many as a window has.
     pub stride: Option<[usize; D]>,
-    /// Elements around the image that are less than any other, at most half a window.
-    pub padding: [usize; D],
+    /// Elements around the image that are less than any other, at most half a window on a side.
+    pub padding: Padding<D>,
     /// Elements from one of a window to the next.
     pub dilation: [usize; D],
     /// Whether windows may reach beyond the padded image, if they start in it.
@@ -22,7 +23,7 @@ pub struct MaxPoolOptions<const D: usize> {
 
 impl<const D: usize> Default for MaxPoolOptions<D> {
     fn default() -> Self {
-        MaxPoolOptions { stride: None, padding: [0; D], dilation: [1; D], ceil_mode: false }
+        MaxPoolOptions { stride: None, padding: Padding::Valid, dilation: [1; D], ceil_mode: false }
     }
 }
 
@@ -31,8 +32,8 @@ impl<const D: usize> Default for MaxPoolOptions<D> {
 pub struct AvgPoolOptions<const D: usize> {
     /// Elements from one window to the next; None for as many as a window has.
     pub stride: Option<[usize; D]>,
-    /// Zeros around the image, at most half a window.
-    pub padding: [usize; D],
+    /// Zeros around the image, at most half a window on a side.
+    pub padding: Padding<D>,
     /// Whether windows may reach beyond the padded image, if they start in it.
     pub ceil_mode: bool,
     /// Whether the zeros of the padding count in the mean.
@@ -45,7 +46,7 @@ impl<const D: usize> Default for AvgPoolOptions<D> {
     fn default() -> Self {
         AvgPoolOptions {
             stride: None,
-            padding: [0; D],
+            padding: Padding::Valid,
             ceil_mode: false,
             count_include_pad: true,
             divisor_override: None,
@@ -58,18 +59,21 @@ fn windows<const D: usize>(
     op: &'static str,
     x: &Tensor,
     kernel: [usize; D],
-    [stride, padding, dilation]: [[usize; D]; 3],
+    [stride, dilation]: [[usize; D]; 2],
+    padding: Padding<D>,
     ceil_mode: bool,
 ) -> Result<Windows<D>> {
     let image: [usize; D] = last(x);
     invalid!(op if x.shape().dims()[2..].contains(&0), "the images are empty, of shape {}", x.shape());
-    let mut end = padding;
+    let [padding, behind] = padding.sides(op, kernel, stride, dilation)?;
+    let mut end = behind;
     for d in 0..D {
         let reach = dilation[d].saturating_mul(kernel[d].saturating_sub(1)).saturating_add(1);
-        invalid!(op if padding[d] > reach / 2, "a padding of {} is more than half a window of {reach}", padding[d]);
+        let most = padding[d].max(behind[d]);
+        invalid!(op if most > reach / 2, "a padding of {most} is more than half a window of {reach}");
         end[d] = end[d].saturating_add(if ceil_mode { stride[d].saturating_sub(1) } else { 0 });
     }
-    let mut windows = Windows { behind: padding, ..Windows::new(op, image, kernel, [stride, padding, end, dilation])? };
+    let mut windows = Windows { behind, ..Windows::new(op, image, kernel, [stride, padding, end, dilation])? };
     for d in 0..D {
         if ceil_mode && (windows.grid[d] - 1) * stride[d] >= image[d] + padding[d] {
             windows.grid[d] -= 1;
@@ -131,18 +135,18 @@ fn avg_pool<const D: usize>(
     let arguments = || {
         let stride = stride.as_ref().map_or(Argument::None, Argument::from);
         let switches = [ceil_mode.into(), count_include_pad.into(), divisor_override.into()];
-        [(&kernel).into(), stride, (&padding).into()].into_iter().chain(switches).collect()
+        [(&kernel).into(), stride, padding.into()].into_iter().chain(switches).collect()
     };
     replaced!(op, [given]; arguments);
     let x = as_images(op, given, D)?;
-    let geometry = [stride.unwrap_or(kernel), padding, [1; D]];
+    let steps = [stride.unwrap_or(kernel), [1; D]];
     let divisor = match divisor_override {
         Some(0) => return Err(Error::invalid(op, "the divisor must not be 0")),
         Some(n) => Divisor::Number(n),
         None if count_include_pad => Divisor::Window,
         None => Divisor::Inside,
     };
-    restore_rank(&windows(op, &x, kernel, geometry, ceil_mode)?.mean(op, &x, divisor)?, given, D)
+    restore_rank(&windows(op, &x, kernel, steps, padding, ceil_mode)?.mean(op, &x, divisor)?, given, D)
 }
 
 /// Windows that divide the images of x among themselves.
@@ -336,18 +340,18 @@ fn adaptive_max<const D: usize>(op: &'static str, given: &Tensor, size: [usize; 
 
 impl<const D: usize> MaxPoolOptions<D> {
     fn windows(self, op: &'static str, x: &Tensor, kernel: [usize; D]) -> Result<Windows<D>> {
-        let geometry = [self.stride.unwrap_or(kernel), self.padding, self.dilation];
-        windows(op, x, kernel, geometry, self.ceil_mode)
+        let steps = [self.stride.unwrap_or(kernel), self.dilation];
+        windows(op, x, kernel, steps, self.padding, self.ceil_mode)
     }
 
     fn arguments(&self, kernel: [usize; D]) -> Vec<Argument> {
         let stride = self.stride.as_ref().map_or(Argument::None, Argument::from);
-        vec![(&kernel).into(), stride, (&self.padding).into(), (&self.dilation).into(), self.ceil_mode.into()]
+        vec![(&kernel).into(), stride, self.padding.into(), (&self.dilation).into(), self.ceil_mode.into()]
     }
 
     fn of(a: &Args) -> Result<Self> {
         let stride = if a.given(1) { Some(a.array(1, [1; D])?) } else { None };
-        let (padding, dilation) = (a.array(2, [0; D])?, a.array(3, [1; D])?);
+        let (padding, dilation) = (Padding::of(a, 2)?, a.array(3, [1; D])?);
         Ok(MaxPoolOptions { stride, padding, dilation, ceil_mode: a.bool(4)? })
     }
 }
@@ -356,7 +360,7 @@ impl<const D: usize> AvgPoolOptions<D> {
     fn of(a: &Args) -> Result<Self> {
         Ok(AvgPoolOptions {
             stride: if a.given(1) { Some(a.array(1, [1; D])?) } else { None },
-            padding: a.array(2, [0; D])?,
+            padding: Padding::of(a, 2)?,
             ceil_mode: a.bool(3)?,
             count_include_pad: !a.given(4) || a.bool(4)?,
             divisor_override: if a.given(5) { Some(a.size(5)?) } else { None },

@@ -9,6 +9,7 @@
 use crate::autograd::Saved;
 use crate::backend::problem::windows::{Divisor, Task, Windows, four};
 use crate::ops::dispatch::prelude::*;
+use crate::ops::nn::padding::Padding;
 use crate::{DType, Result, Shape, Tensor, autograd, backend};
 
 /// Kernel sizes, strides, paddings and dilations are below this, so that their products cannot overflow.
@@ -300,13 +301,15 @@ pub fn unfold(
     x: &Tensor,
     kernel: [usize; 2],
     dilation: [usize; 2],
-    padding: [usize; 2],
+    padding: impl Into<Padding<2>>,
     stride: [usize; 2],
 ) -> Result<Tensor> {
-    let op = replaced!("unfold2d", [x], &kernel, &dilation, &padding, &stride);
+    let padding = padding.into();
+    let op = replaced!("unfold2d", [x], &kernel, &dilation, padding, &stride);
     let images = as_images(op, x, 2)?;
     let [n, c, ..] = four(&images);
-    let windows = Windows::new(op, last(&images), kernel, [stride, padding, padding, dilation])?;
+    let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
+    let windows = Windows::new(op, last(&images), kernel, [stride, before, behind, dilation])?;
     let columns = windows.im2col(op, &images, false)?;
     let rows = c * kernel[0] * kernel[1];
     let columns = columns.reshape([n, rows, windows.grid[0] * windows.grid[1]])?;
@@ -323,13 +326,15 @@ pub fn fold(
     output_size: [usize; 2],
     kernel: [usize; 2],
     dilation: [usize; 2],
-    padding: [usize; 2],
+    padding: impl Into<Padding<2>>,
     stride: [usize; 2],
 ) -> Result<Tensor> {
     let op = "fold";
     columns.dtype.check_float(op)?;
-    replaced!(op, [columns], &output_size, &kernel, &dilation, &padding, &stride);
-    let windows = Windows::new(op, output_size, kernel, [stride, padding, padding, dilation])?;
+    let padding = padding.into();
+    replaced!(op, [columns], &output_size, &kernel, &dilation, padding, &stride);
+    let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
+    let windows = Windows::new(op, output_size, kernel, [stride, before, behind, dilation])?;
     let taps = kernel[0] * kernel[1];
     let (batch, rows, count) = match *columns.shape().dims() {
         [rows, count] => (1, rows, count),

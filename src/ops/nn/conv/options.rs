@@ -1,68 +1,10 @@
 //! The options of convolutions, and their rows in the catalogue.
 
-use std::array;
-
 use crate::Result;
-use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::arguments::Args;
 use crate::ops::dispatch::prelude::*;
+use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{fold, unfold};
-
-/// Zeros around an image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Padding<const D: usize> {
-    /// None: windows lie inside of the image (PyTorch's `'valid'`).
-    Valid,
-    /// As many as make the result as large as the image, where there is a remainder one more behind it; for strides of 1
-    /// (PyTorch's `'same'`).
-    Same,
-    /// So many before and after each dim.
-    Zeros([usize; D]),
-}
-
-impl<const D: usize> Padding<D> {
-    /// What is before and behind each dim.
-    pub(crate) fn sides(
-        self,
-        op: &'static str,
-        kernel: [usize; D],
-        stride: [usize; D],
-        dilation: [usize; D],
-    ) -> Result<[[usize; D]; 2]> {
-        Ok(match self {
-            Padding::Valid => [[0; D]; 2],
-            Padding::Zeros(zeros) => [zeros; 2],
-            Padding::Same if stride != [1; D] => {
-                return Err(Error::invalid(op, format!("the padding 'same' is for strides of 1, not {stride:?}")));
-            }
-            Padding::Same => {
-                let total = |d: usize| dilation[d].saturating_mul(kernel[d].saturating_sub(1));
-                [array::from_fn(|d| total(d) / 2), array::from_fn(|d| total(d).div_ceil(2))]
-            }
-        })
-    }
-}
-
-impl<const D: usize> From<usize> for Padding<D> {
-    fn from(n: usize) -> Padding<D> {
-        Padding::Zeros([n; D])
-    }
-}
-
-impl<const D: usize> From<[usize; D]> for Padding<D> {
-    fn from(n: [usize; D]) -> Padding<D> {
-        Padding::Zeros(n)
-    }
-}
-
-impl<const D: usize> From<Padding<D>> for Argument {
-    fn from(padding: Padding<D>) -> Argument {
-        match padding {
-            Padding::Valid => "valid".into(),
-            Padding::Same => "same".into(),
-            Padding::Zeros(zeros) => (&zeros).into(),
-        }
-    }
-}
 
 /// How [`conv2d`](crate::Tensor::conv2d) and its kin move their windows, with PyTorch's defaults.
 ///
@@ -96,8 +38,8 @@ impl<const D: usize> Default for ConvOptions<D> {
 pub struct ConvTransposeOptions<const D: usize> {
     /// Elements of the result from one window to the next.
     pub stride: [usize; D],
-    /// Elements taken off the result on each side.
-    pub padding: [usize; D],
+    /// Elements taken off the result.
+    pub padding: Padding<D>,
     /// Elements added to the result behind.
     pub output_padding: [usize; D],
     /// Elements from one of a window to the next.
@@ -108,17 +50,19 @@ pub struct ConvTransposeOptions<const D: usize> {
 
 impl<const D: usize> Default for ConvTransposeOptions<D> {
     fn default() -> Self {
-        ConvTransposeOptions { stride: [1; D], padding: [0; D], output_padding: [0; D], dilation: [1; D], groups: 1 }
+        ConvTransposeOptions {
+            stride: [1; D],
+            padding: Padding::Valid,
+            output_padding: [0; D],
+            dilation: [1; D],
+            groups: 1,
+        }
     }
 }
 
 impl<const D: usize> ConvOptions<D> {
     fn of(a: &Args) -> Result<Self> {
-        let padding = match (a.given(1), a.text(1)) {
-            (false, _) | (_, Ok("valid")) => Padding::Valid,
-            (_, Ok("same")) => Padding::Same,
-            _ => Padding::Zeros(a.array(1, [0; D])?),
-        };
+        let padding = Padding::of(a, 1)?;
         let groups = if a.given(3) { a.size(3)? } else { 1 };
         Ok(ConvOptions { stride: a.array(0, [1; D])?, padding, dilation: a.array(2, [1; D])?, groups })
     }
@@ -127,7 +71,7 @@ impl<const D: usize> ConvOptions<D> {
 impl<const D: usize> ConvTransposeOptions<D> {
     fn of(a: &Args) -> Result<Self> {
         let groups = if a.given(3) { a.size(3)? } else { 1 };
-        let (stride, padding, output_padding) = (a.array(0, [1; D])?, a.array(1, [0; D])?, a.array(2, [0; D])?);
+        let (stride, padding, output_padding) = (a.array(0, [1; D])?, Padding::of(a, 1)?, a.array(2, [0; D])?);
         Ok(ConvTransposeOptions { stride, padding, output_padding, dilation: a.array(4, [1; D])?, groups })
     }
 }
@@ -146,9 +90,9 @@ operations! {
     conv_transpose3d(3, 5) functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.conv_transpose3d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
     unfold2d(1, 4) "nn.functional.unfold": NeuralNetwork, All -> Same, differentiable
-        => |a| unfold(a.x(0)?, a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [0; 2])?, a.array(3, [1; 2])?);
+        => |a| unfold(a.x(0)?, a.array(0, [1; 2])?, a.array(1, [1; 2])?, Padding::of(a, 2)?, a.array(3, [1; 2])?);
     fold(1, 5) functional: NeuralNetwork, Floats -> Same, differentiable => |a| {
         let (size, kernel, dilation) = (a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [1; 2])?);
-        fold(a.x(0)?, size, kernel, dilation, a.array(3, [0; 2])?, a.array(4, [1; 2])?)
+        fold(a.x(0)?, size, kernel, dilation, Padding::of(a, 3)?, a.array(4, [1; 2])?)
     };
 }

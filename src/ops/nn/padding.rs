@@ -1,0 +1,116 @@
+//! Padding of convolutions, transposed convolutions and pools.
+
+use std::array;
+
+use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::{Error, Result};
+
+/// What is around an image: zeros where windows are added up, what is less than any element where the greatest is looked for. Of a
+/// transposed convolution it is what is taken off the result.
+///
+/// One number is for each side of each dim, one a dim for both of its sides, a pair a dim for what is before and behind. By name
+/// ([`ops::call`](crate::ops::call)) these are an integer, as many integers as dims, twice as many, and `"valid"` and `"same"`.
+///
+/// ```
+/// use claystone::{ConvOptions, Device, Padding, Tensor};
+/// let (x, w) = (Tensor::ones(&[1, 1, 4, 4], Device::Cpu)?, Tensor::ones(&[1, 1, 3, 3], Device::Cpu)?);
+/// for (padding, rows, columns) in [
+///     (1.into(), 4, 4),
+///     ([1, 2].into(), 4, 6),
+///     ([(1, 2), (0, 1)].into(), 5, 3),
+///     (Padding::Same, 4, 4),
+/// ] {
+///     let y = x.conv2d(&w, None, ConvOptions { padding, ..ConvOptions::default() })?;
+///     assert_eq!(y.shape().dims(), [1, 1, rows, columns]);
+/// }
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Padding<const D: usize> {
+    /// None: windows lie inside of the image (PyTorch's `'valid'`).
+    Valid,
+    /// As much as makes the result as large as the image, where there is a remainder one more behind it; for strides of 1
+    /// (PyTorch's `'same'`).
+    Same,
+    /// So many elements before and behind each dim.
+    Explicit([(usize, usize); D]),
+}
+
+impl<const D: usize> Padding<D> {
+    /// What is before and behind each dim.
+    pub(crate) fn sides(
+        self,
+        op: &'static str,
+        kernel: [usize; D],
+        stride: [usize; D],
+        dilation: [usize; D],
+    ) -> Result<[[usize; D]; 2]> {
+        Ok(match self {
+            Padding::Valid => [[0; D]; 2],
+            Padding::Explicit(sides) => [sides.map(|(before, _)| before), sides.map(|(_, behind)| behind)],
+            Padding::Same if stride != [1; D] => {
+                return Err(Error::invalid(op, format!("the padding 'same' is for strides of 1, not {stride:?}")));
+            }
+            Padding::Same => {
+                let total = |d: usize| dilation[d].saturating_mul(kernel[d].saturating_sub(1));
+                [array::from_fn(|d| total(d) / 2), array::from_fn(|d| total(d).div_ceil(2))]
+            }
+        })
+    }
+
+    /// Argument `i` of a call by name; none where it is left out.
+    pub(crate) fn of(a: &Args, i: usize) -> Result<Self> {
+        match (a.given(i), a.text(i)) {
+            (false, _) | (_, Ok("valid")) => return Ok(Padding::Valid),
+            (_, Ok("same")) => return Ok(Padding::Same),
+            _ => {}
+        }
+        let numbers = a.sizes(i).unwrap_or_default();
+        let side = |at: usize| numbers[at];
+        match numbers.len() {
+            n if n == D => Ok(array::from_fn(side).into()),
+            n if n == 2 * D => Ok(array::from_fn(|d| (side(2 * d), side(2 * d + 1))).into()),
+            1 => Ok(side(0).into()),
+            _ => a.wrong(i, "a padding: one size, one or two (before and behind) for each dim, 'same' or 'valid'"),
+        }
+    }
+}
+
+impl<const D: usize> From<usize> for Padding<D> {
+    fn from(n: usize) -> Padding<D> {
+        [n; D].into()
+    }
+}
+
+impl<const D: usize> From<[usize; D]> for Padding<D> {
+    fn from(n: [usize; D]) -> Padding<D> {
+        Padding::Explicit(n.map(|n| (n, n)))
+    }
+}
+
+impl From<(usize, usize)> for Padding<1> {
+    fn from(sides: (usize, usize)) -> Padding<1> {
+        Padding::Explicit([sides])
+    }
+}
+
+impl<const D: usize> From<[(usize, usize); D]> for Padding<D> {
+    fn from(sides: [(usize, usize); D]) -> Padding<D> {
+        Padding::Explicit(sides)
+    }
+}
+
+impl<const D: usize> From<Padding<D>> for Argument {
+    fn from(padding: Padding<D>) -> Argument {
+        match padding {
+            Padding::Valid => "valid".into(),
+            Padding::Same => "same".into(),
+            Padding::Explicit(sides) if sides.iter().all(|(before, behind)| before == behind) => {
+                (&sides.map(|(before, _)| before)).into()
+            }
+            Padding::Explicit(sides) => {
+                sides.iter().flat_map(|&(before, behind)| [before, behind]).collect::<Vec<_>>()[..].into()
+            }
+        }
+    }
+}
