@@ -56,7 +56,7 @@ struct Config {
 /// As [`Function`](super::kernel::Function), of rows of pairs in `a`, a multiple of [`STEP`]; AMX [is available](is_available).
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn tile<const R: usize, const N: usize>(t: &Tile) {
-    debug_assert!(t.times == 1 && t.k.is_multiple_of(STEP));
+    debug_assert!(t.times == 1 && t.k > 0 && t.k.is_multiple_of(STEP));
     let (first, second) = (R.min(ROWS), if R > ROWS { R - ROWS } else { R });
     let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], bytes: [0; 16], rows: [0; 16] };
     for (i, rows) in [first, first, second, second, first, second, ROWS, ROWS].into_iter().enumerate() {

@@ -65,7 +65,7 @@ pub(super) struct Kernels {
 impl Kernels {
     /// Those of AMX, for `k` steps of bf16, where the processor has it.
     pub(super) fn amx(k: usize) -> Option<&'static Kernels> {
-        (k.is_multiple_of(2 * amx::STEP) && amx::is_available()).then_some(&AMX)
+        (k > 0 && k.is_multiple_of(2 * amx::STEP) && amx::is_available()).then_some(&AMX)
     }
 
     /// Those for this processor, where it has any; of pairs only where it has these and they are the faster ones, which they are not where
