@@ -87,7 +87,8 @@ fn paddings_that_differ_on_the_two_sides() {
         let turned = weight.transpose(0, 1).unwrap();
         let max = MaxPool2d { kernel: [4, 2], options: MaxPoolOptions { padding, ..Default::default() } };
         let mean = AvgPool2d { kernel: [4, 2], options: AvgPoolOptions { padding, ..Default::default() } };
-        let operations: [(&str, &dyn Fn(&Tensor) -> Result<Tensor>); 4] = [
+        type Operation<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
+        let operations: [(&str, Operation); 4] = [
             ("conv2d", &|x| x.conv2d(&weight, None, conv)),
             ("conv_transpose2d", &|x| x.conv_transpose2d(&turned, None, transposed)),
             ("max_pool2d", &|x| max.forward(x)),
