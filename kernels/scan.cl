@@ -23,15 +23,15 @@ typedef struct {
     ACC v;
     long i;
 } Acc;
-static inline Acc pair(ACC v, long i) {
+inline Acc pair(ACC v, long i) {
     Acc a;
     a.v = v;
     a.i = i;
     return a;
 }
-static inline Acc neutral(void) { return pair((ACC)0, -1); }
+inline Acc neutral(void) { return pair((ACC)0, -1); }
 // The later one among equals, and the last NaN before everything.
-static inline Acc combine(Acc a, Acc b) {
+inline Acc combine(Acc a, Acc b) {
 #ifdef OP_MAX
     const int reaches = b.v >= a.v;
 #else
@@ -42,14 +42,14 @@ static inline Acc combine(Acc a, Acc b) {
 #else
 typedef ACC Acc;
 #ifdef OP_SUM
-static inline Acc neutral(void) { return (ACC)0; }
-static inline Acc combine(Acc a, Acc b) { return SUM_OF(a, b); }
+inline Acc neutral(void) { return (ACC)0; }
+inline Acc combine(Acc a, Acc b) { return SUM_OF(a, b); }
 #elif defined(OP_PROD)
-static inline Acc neutral(void) { return (ACC)1; }
-static inline Acc combine(Acc a, Acc b) { return PRODUCT_OF(a, b); }
+inline Acc neutral(void) { return (ACC)1; }
+inline Acc combine(Acc a, Acc b) { return PRODUCT_OF(a, b); }
 #else
-static inline Acc neutral(void) { return (ACC)(-INFINITY); }
-static inline Acc combine(Acc a, Acc b) {
+inline Acc neutral(void) { return (ACC)(-INFINITY); }
+inline Acc combine(Acc a, Acc b) {
     const ACC greater = CAT(max_, ACC)(a, b);
     return isinf(greater) ? greater : greater + log1p(exp(-fabs(a - b)));
 }
