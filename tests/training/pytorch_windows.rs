@@ -84,13 +84,13 @@ fn paddings_that_differ_on_the_two_sides() {
         let weight = all.get("uneven.weight");
         let conv = ConvOptions { padding, ..ConvOptions::default() };
         let transposed = ConvTransposeOptions { padding, stride: [2, 2], ..ConvTransposeOptions::default() };
-        let turned = weight.transpose(0, 1).unwrap();
+        let swapped = weight.transpose(0, 1).unwrap();
         let max = MaxPool2d { kernel: [4, 2], options: MaxPoolOptions { padding, ..Default::default() } };
         let mean = AvgPool2d { kernel: [4, 2], options: AvgPoolOptions { padding, ..Default::default() } };
         type Operation<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
         let operations: [(&str, Operation); 4] = [
             ("conv2d", &|x| x.conv2d(&weight, None, conv)),
-            ("conv_transpose2d", &|x| x.conv_transpose2d(&turned, None, transposed)),
+            ("conv_transpose2d", &|x| x.conv_transpose2d(&swapped, None, transposed)),
             ("max_pool2d", &|x| max.forward(x)),
             ("avg_pool2d", &|x| mean.forward(x)),
         ];

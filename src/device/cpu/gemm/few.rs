@@ -1,4 +1,4 @@
-//! Products of which one matrix has few rows: the other one is read once, where it lies and in its own type, and widened in
+//! Products of which one matrix has few rows: the other one is read once, without a copy and in its own type, and widened in
 //! registers, because such a product takes as long as that does.
 
 use std::arch::x86_64::*;
