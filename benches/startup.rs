@@ -6,6 +6,9 @@
 //!
 //! `startup --blob [--device D]` compares the first training step of processes that have both caches warm, claystone's and PoCL's,
 //! with that of processes that have both empty and import what `export_cache` wrote; in turns.
+//!
+//! `startup --cold [--device D]` prints what the first training steps of a variational autoencoder take in a process that has both
+//! caches empty, and in one that finds what that left; three times.
 
 use std::env;
 use std::error::Error;
@@ -14,7 +17,9 @@ use std::process::Command;
 use std::ptr;
 use std::time::Instant;
 
-use claystone::{ConvOptions, Device, Tensor};
+use claystone::nn::{Linear, Module};
+use claystone::optim::{Adam, AdamConfig, Optimizer};
+use claystone::{ConvOptions, Device, LossReduction, Tensor};
 use opencl3::types::{cl_device_id, cl_int};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -74,21 +79,95 @@ fn step(device: Device, import: Option<&String>, export: Option<&String>) -> Out
     Ok(())
 }
 
-/// Runs [`step`] in a process with these folders of caches: the milliseconds that it prints, and of the whole process.
-fn step_of_process(device: Device, caches: &Path, options: &[&str]) -> Outcome<[f64; 3]> {
+/// Three training steps of the variational autoencoder of PyTorch's examples, on random pictures. Prints the milliseconds until
+/// the model was there and until the end of each step.
+fn vae(device: Device) -> Outcome<()> {
+    let from = Instant::now();
+    let mut net = Vae {
+        hidden: Linear::new(784, 400, device)?,
+        mean: Linear::new(400, 20, device)?,
+        log_var: Linear::new(400, 20, device)?,
+        decoder: Linear::new(20, 400, device)?,
+        pixels: Linear::new(400, 784, device)?,
+    };
+    let mut optimiser = Adam::new(net.parameters_mut(), AdamConfig::default())?;
+    let x = Tensor::rand([128, 784], device)?;
+    device.synchronize()?;
+    let mut times = vec![milliseconds(from)];
+    for _ in 0..3 {
+        let loss = net.loss(&x)?;
+        optimiser.zero_grad();
+        loss.backward()?;
+        optimiser.step()?;
+        if !loss.item::<f32>()?.is_finite() {
+            return Err("the loss is not finite".into());
+        }
+        device.synchronize()?;
+        times.push(milliseconds(from));
+    }
+    println!("{}", times.iter().map(f64::to_string).collect::<Vec<_>>().join(" "));
+    Ok(())
+}
+
+struct Vae {
+    hidden: Linear,
+    mean: Linear,
+    log_var: Linear,
+    decoder: Linear,
+    pixels: Linear,
+}
+
+impl Module for Vae {
+    claystone::parts!(hidden, mean, log_var, decoder, pixels);
+}
+
+impl Vae {
+    fn loss(&self, x: &Tensor) -> claystone::Result<Tensor> {
+        let hidden = self.hidden.forward(x)?.relu()?;
+        let (mean, log_var) = (self.mean.forward(&hidden)?, self.log_var.forward(&hidden)?);
+        let deviation = log_var.mul_scalar(0.5)?.exp()?;
+        let z = mean.add(&deviation.mul(&Tensor::randn_like(&deviation)?)?)?;
+        let seen = self.pixels.forward(&self.decoder.forward(&z)?.relu()?)?.sigmoid()?;
+        let likelihood = seen.binary_cross_entropy(x, None, LossReduction::Sum)?;
+        let divergence = log_var.add_scalar(1.0)?.sub(&mean.square()?)?.sub(&log_var.exp()?)?;
+        likelihood.add(&divergence.sum((), false)?.mul_scalar(-0.5)?)
+    }
+}
+
+/// Runs this program with these options and folders of caches: the milliseconds that it prints, and of the whole process.
+fn process<const N: usize>(device: Device, caches: &Path, options: &[&str]) -> Outcome<([f64; N], f64)> {
     let from = Instant::now();
     let mut child = Command::new(env::current_exe()?);
-    child.args(["--step", "--device", &device.to_string()]).args(options);
+    child.args(["--device", &device.to_string()]).args(options);
     // PoCL makes no folders above its own.
     let [ours, pocl] = ["claystone", "pocl"].map(|name| caches.join(name));
     std::fs::create_dir_all(&pocl)?;
     let out = child.env("CLAYSTONE_CACHE_DIR", ours).env("POCL_CACHE_DIR", pocl).output()?;
     let whole = milliseconds(from);
     let said: Vec<f64> = String::from_utf8(out.stdout)?.split_whitespace().filter_map(|v| v.parse().ok()).collect();
-    match said[..] {
-        [imported, done] if out.status.success() => Ok([imported, done, whole]),
+    match <[f64; N]>::try_from(said) {
+        Ok(said) if out.status.success() => Ok((said, whole)),
         _ => Err(String::from_utf8_lossy(&out.stderr).into_owned().into()),
     }
+}
+
+/// Runs [`step`] in a process of its own.
+fn step_of_process(device: Device, caches: &Path, options: &[&str]) -> Outcome<[f64; 3]> {
+    let ([imported, done], whole) = process(device, caches, &[&["--step"], options].concat())?;
+    Ok([imported, done, whole])
+}
+
+fn cold(device: Device) -> Outcome<()> {
+    println!("{}: ms until the model, steps 1, 2 and 3 are done, and of the process", device.info()?.name);
+    let folder = tempfile::tempdir()?;
+    for run in 0..3 {
+        let caches = folder.path().join(run.to_string());
+        for which in ["cold", "warm"] {
+            let (times, whole) = process::<4>(device, &caches, &["--vae"])?;
+            println!("{which} {times:9.1?} {whole:9.1}");
+        }
+    }
+    Ok(())
 }
 
 fn blob(device: Device) -> Outcome<()> {
@@ -193,6 +272,12 @@ fn main() -> Outcome<()> {
     }
     if args.iter().any(|a| a == "--step") {
         return step(device, value("--import"), value("--export"));
+    }
+    if args.iter().any(|a| a == "--vae") {
+        return vae(device);
+    }
+    if args.iter().any(|a| a == "--cold") {
+        return cold(device);
     }
     if args.iter().any(|a| a == "--blob") {
         return blob(device);

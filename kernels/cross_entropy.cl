@@ -27,7 +27,7 @@ typedef CAT(ACC, 2) Two;
     }
 
 // A lane's part of a block that ends at `stop`, of which element i is its first; -inf past the end.
-inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride) {
+static inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {
 #if VEC > 1
@@ -44,7 +44,7 @@ inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride) {
 }
 
 // A NaN need not be found here: the sum has it.
-inline ACC largest_of(const ACC *v) {
+static inline ACC largest_of(const ACC *v) {
     ACC m = -INFINITY;
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
@@ -52,7 +52,7 @@ inline ACC largest_of(const ACC *v) {
     return m;
 }
 
-inline ACC sum_exp_of(const ACC *v, ACC m) {
+static inline ACC sum_exp_of(const ACC *v, ACC m) {
     ACC s = 0;
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
@@ -61,7 +61,7 @@ inline ACC sum_exp_of(const ACC *v, ACC m) {
 }
 
 // The gradient of these: nothing where `scale` is 0.
-inline void keep(ACC *v, Out grad, ulong at, IDX i, IDX stop, ACC lse, IDX target, ACC scale) {
+static inline void keep(ACC *v, Out grad, ulong at, IDX i, IDX stop, ACC lse, IDX target, ACC scale) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {
         if (i < stop) {

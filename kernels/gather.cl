@@ -3,8 +3,8 @@
 // (dtype), ACC, ACC_NAME and COMBINE. `code` is what is recorded for an index out of range; with `wraps` negative ones
 // count from the end.
 
-inline long wrapped(long index, ulong size, uint wraps) { return wraps && index < 0 ? index + (long)size : index; }
-inline bool in_range(long at, ulong size) { return at >= 0 && at < (long)size; }
+static inline long wrapped(long index, ulong size, uint wraps) { return wraps && index < 0 ? index + (long)size : index; }
+static inline bool in_range(long at, ulong size) { return at >= 0 && at < (long)size; }
 
 #ifdef GATHER
 // y[p] = x[.., index[p], ..]: x and the index are walked together over y's shape, where a stride of zero broadcasts. Elements

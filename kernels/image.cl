@@ -19,14 +19,14 @@ typedef struct {
 #define BLOCKS(c) (((c) + 3) / 4)
 
 // Takes the last part of an index off.
-inline int next(int *i, int size)
+static inline int next(int *i, int size)
 {
     const int part = *i % size;
     *i /= size;
     return part;
 }
 
-inline float get(float4 v, int q)
+static inline float get(float4 v, int q)
 {
     return q == 0 ? v.x : q == 1 ? v.y : q == 2 ? v.z : v.w;
 }

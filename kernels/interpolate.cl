@@ -22,12 +22,12 @@ typedef struct {
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
 // Where element o lies, in units.
-inline INT place(const Places *p, INT o) {
+static inline INT place(const Places *p, INT o) {
     return max((INT)p->scale * o + (INT)p->shift, (INT)0);
 }
 
 // The element before it, the one behind it and the share of that one.
-inline INT between(const Places *p, INT o, INT *high, ACC *share) {
+static inline INT between(const Places *p, INT o, INT *high, ACC *share) {
     const INT unit = (INT)p->unit, at = place(p, o), low = at / unit;
     *high = min(low + 1, (INT)p->from - 1);
     *share = (ACC)(at - low * unit) / (ACC)unit;
@@ -35,12 +35,12 @@ inline INT between(const Places *p, INT o, INT *high, ACC *share) {
 }
 
 // Exact at both ends.
-inline ACC mixed(ACC a, ACC b, ACC share) {
+static inline ACC mixed(ACC a, ACC b, ACC share) {
     return share < (ACC)0.5f ? a + share * (b - a) : b + (1 - share) * (a - b);
 }
 
 // The first element of the result that lies at k or behind it.
-inline INT first(const Places *p, INT k) {
+static inline INT first(const Places *p, INT k) {
     const INT wanted = (INT)p->unit * k - (INT)p->shift, scale = (INT)p->scale;
     if (k <= 0 || (scale != 0 && wanted <= 0))
         return 0;
@@ -48,7 +48,7 @@ inline INT first(const Places *p, INT k) {
 }
 
 // The share that element o of the result has of element j, one of the two that it lies between.
-inline ACC share_of(const Places *p, INT o, INT j) {
+static inline ACC share_of(const Places *p, INT o, INT j) {
     const INT unit = (INT)p->unit, beside = place(p, o) - j * unit;
     if (beside > 0 && j == (INT)p->from - 1)
         return 1;

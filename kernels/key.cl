@@ -4,22 +4,22 @@
 
 #ifdef KEY_F32
 typedef uint Key;
-inline Key ascending(float v) {
+static inline Key ascending(float v) {
     const uint u = as_uint(v == 0 ? 0.0f : v);
     return v != v ? UINT_MAX : u >> 31 ? ~u : u | 0x80000000u;
 }
 #elif defined(KEY_F64)
 typedef ulong Key;
-inline Key ascending(double v) {
+static inline Key ascending(double v) {
     const ulong u = as_ulong(v == 0 ? 0.0 : v);
     return v != v ? ULONG_MAX : u >> 63 ? ~u : u | 0x8000000000000000UL;
 }
 #elif defined(KEY_I64)
 typedef ulong Key;
-inline Key ascending(long v) { return (ulong)v ^ 0x8000000000000000UL; }
+static inline Key ascending(long v) { return (ulong)v ^ 0x8000000000000000UL; }
 #else
 typedef uint Key;
-inline Key ascending(long v) { return (uint)v - LOWEST; }
+static inline Key ascending(long v) { return (uint)v - LOWEST; }
 #endif
 #ifdef DESCENDING
 #define KEY_OF(v) (~ascending(v))

@@ -140,7 +140,7 @@ __kernel void norm(PARAMETERS) {
 typedef CAT(ACC, 2) Two;
 
 // VEC neighbours.
-inline void get(ACC *v, In x, ulong at) {
+static inline void get(ACC *v, In x, ulong at) {
 #if VEC > 1
     CAT(A, _t) raw[VEC];
     CAT(vstore, VEC)(*(__global const WIDE_T *)(x + at), 0, raw);
@@ -152,7 +152,7 @@ inline void get(ACC *v, In x, ulong at) {
 #endif
 }
 
-inline void put(Out y, ulong at, const ACC *v) {
+static inline void put(Out y, ulong at, const ACC *v) {
 #if VEC > 1
     CAT(A, _t) raw[VEC];
     #pragma unroll
@@ -165,7 +165,7 @@ inline void put(Out y, ulong at, const ACC *v) {
 }
 
 // What VEC neighbours are multiplied by, or what is added to them.
-inline void factors(ACC *v, In w, ulong at) {
+static inline void factors(ACC *v, In w, ulong at) {
 #ifdef EACH
     get(v, w, at);
 #else
@@ -177,7 +177,7 @@ inline void factors(ACC *v, In w, ulong at) {
 }
 
 // A lane's part of a block that ends at `stop`, of which element e is its first; `other` past the end.
-inline void block_of(ACC *v, In x, ulong at, long s2, long s3, IDX inner, IDX e, IDX stop, ACC other) {
+static inline void block_of(ACC *v, In x, ulong at, long s2, long s3, IDX inner, IDX e, IDX stop, ACC other) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
         if (e < stop) {
@@ -190,7 +190,7 @@ inline void block_of(ACC *v, In x, ulong at, long s2, long s3, IDX inner, IDX e,
     }
 }
 
-inline ACC sum_of(const ACC *v) {
+static inline ACC sum_of(const ACC *v) {
     ACC s = 0;
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
@@ -198,7 +198,7 @@ inline ACC sum_of(const ACC *v) {
     return s;
 }
 
-inline ACC squares_of(const ACC *v, ACC mean, IDX e, IDX stop) {
+static inline ACC squares_of(const ACC *v, ACC mean, IDX e, IDX stop) {
     ACC s = 0;
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
@@ -211,13 +211,13 @@ inline ACC squares_of(const ACC *v, ACC mean, IDX e, IDX stop) {
     return s;
 }
 
-inline void normalise(ACC *v, ACC mean, ACC scale) {
+static inline void normalise(ACC *v, ACC mean, ACC scale) {
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
         v[k] = (v[k] - mean) * scale;
 }
 
-inline Two sums_of(const ACC *g, const ACC *z) {
+static inline Two sums_of(const ACC *g, const ACC *z) {
     Two s = 0;
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
@@ -226,7 +226,7 @@ inline Two sums_of(const ACC *g, const ACC *z) {
 }
 
 #if defined(WEIGHT) && !defined(WEIGHTED_ROWS)
-inline void weigh(ACC *v, In w, ulong at, long s2, long s3, IDX inner, IDX e, IDX stop) {
+static inline void weigh(ACC *v, In w, ulong at, long s2, long s3, IDX inner, IDX e, IDX stop) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
         if (e < stop) {

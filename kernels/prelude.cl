@@ -15,7 +15,7 @@
 
 // Tells the host at its next wait what is wrong: {code, low half of the index, high half, size of its dimension}.
 // The codes FAULT_... are the host's. The first fault stays.
-void fault_record(volatile __global int* fault, int code, long index, ulong size)
+static inline void fault_record(volatile __global int* fault, int code, long index, ulong size)
 {
     if (atomic_cmpxchg(fault, 0, code) == 0) {
         fault[1] = (int)(index & 0xffffffffL);
@@ -36,14 +36,14 @@ typedef uint u32_t;
 typedef uchar bool_t;
 
 // Nearest, ties to even; a NaN stays one although its payload is cut.
-ushort bf16_from_float(float v)
+static inline ushort bf16_from_float(float v)
 {
     uint u = as_uint(v);
     return v != v ? (ushort)((u >> 16) | 0x40) : (ushort)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
 // Core OpenCL converts halves in memory only: here the memory is private, which compilers keep in registers.
-ushort f16_from_float(float v)
+static inline ushort f16_from_float(float v)
 {
     ushort bits;
     vstore_half_rte(v, 0, (half*)&bits);
@@ -51,46 +51,46 @@ ushort f16_from_float(float v)
 }
 
 // Saturating, towards zero, 0 for NaN.
-long long_from_float(float v)
+static inline long long_from_float(float v)
 {
     return v != v ? 0 : v >= 9223372036854775808.0f ? LONG_MAX : v <= -9223372036854775808.0f ? LONG_MIN : (long)v;
 }
 
 // from_T: what the stored bits mean, in the type computed in.
-float from_f32(f32_t x) { return x; }
-float from_f16(f16_t x) { return vload_half(0, (const half*)&x); }
-float from_bf16(bf16_t x) { return as_float((uint)x << 16); }
-long from_i64(i64_t x) { return x; }
-long from_i32(i32_t x) { return x; }
-long from_u8(u8_t x) { return x; }
-long from_u32(u32_t x) { return x; }
-long from_bool(bool_t x) { return x != 0; }
+static inline float from_f32(f32_t x) { return x; }
+static inline float from_f16(f16_t x) { return vload_half(0, (const half*)&x); }
+static inline float from_bf16(bf16_t x) { return as_float((uint)x << 16); }
+static inline long from_i64(i64_t x) { return x; }
+static inline long from_i32(i32_t x) { return x; }
+static inline long from_u8(u8_t x) { return x; }
+static inline long from_u32(u32_t x) { return x; }
+static inline long from_bool(bool_t x) { return x != 0; }
 
 // to_T_C: a value computed in C as stored bits. f64 goes to the half types through f32, on the CPU too.
 #define BITS_OF_FLOAT(C, T, TO_LONG)                                                                                 \
-    f32_t to_f32_##C(T v) { return (float)v; }                                                                       \
-    f16_t to_f16_##C(T v) { return f16_from_float((float)v); }                                                       \
-    bf16_t to_bf16_##C(T v) { return bf16_from_float((float)v); }                                                    \
-    i64_t to_i64_##C(T v) { return TO_LONG(v); }                                                                     \
-    i32_t to_i32_##C(T v) { return (int)clamp(TO_LONG(v), (long)INT_MIN, (long)INT_MAX); }                           \
-    u8_t to_u8_##C(T v) { return (uchar)clamp(TO_LONG(v), 0L, (long)UCHAR_MAX); }                                    \
-    u32_t to_u32_##C(T v) { return (uint)clamp(TO_LONG(v), 0L, (long)UINT_MAX); }                                    \
-    bool_t to_bool_##C(T v) { return v != 0; }
+    static inline f32_t to_f32_##C(T v) { return (float)v; }                                                         \
+    static inline f16_t to_f16_##C(T v) { return f16_from_float((float)v); }                                         \
+    static inline bf16_t to_bf16_##C(T v) { return bf16_from_float((float)v); }                                      \
+    static inline i64_t to_i64_##C(T v) { return TO_LONG(v); }                                                       \
+    static inline i32_t to_i32_##C(T v) { return (int)clamp(TO_LONG(v), (long)INT_MIN, (long)INT_MAX); }             \
+    static inline u8_t to_u8_##C(T v) { return (uchar)clamp(TO_LONG(v), 0L, (long)UCHAR_MAX); }                      \
+    static inline u32_t to_u32_##C(T v) { return (uint)clamp(TO_LONG(v), 0L, (long)UINT_MAX); }                      \
+    static inline bool_t to_bool_##C(T v) { return v != 0; }
 
 BITS_OF_FLOAT(F32, float, long_from_float)
 
-f32_t to_f32_I64(long v) { return (float)v; }
-f16_t to_f16_I64(long v) { return f16_from_float((float)v); }
-bf16_t to_bf16_I64(long v) { return bf16_from_float((float)v); }
-i64_t to_i64_I64(long v) { return v; }
-i32_t to_i32_I64(long v) { return (int)v; }
-u8_t to_u8_I64(long v) { return (uchar)v; }
-u32_t to_u32_I64(long v) { return (uint)v; }
-bool_t to_bool_I64(long v) { return v != 0; }
+static inline f32_t to_f32_I64(long v) { return (float)v; }
+static inline f16_t to_f16_I64(long v) { return f16_from_float((float)v); }
+static inline bf16_t to_bf16_I64(long v) { return bf16_from_float((float)v); }
+static inline i64_t to_i64_I64(long v) { return v; }
+static inline i32_t to_i32_I64(long v) { return (int)v; }
+static inline u8_t to_u8_I64(long v) { return (uchar)v; }
+static inline u32_t to_u32_I64(long v) { return (uint)v; }
+static inline bool_t to_bool_I64(long v) { return v != 0; }
 
 // load_T and store_T_C: the same with memory.
-#define LOAD_OF(D, T) T load_##D(const __global D##_t* p, ulong i) { return from_##D(p[i]); }
-#define STORE_OF(D, C, T) void store_##D##_##C(__global D##_t* p, ulong i, T v) { p[i] = to_##D##_##C(v); }
+#define LOAD_OF(D, T) static inline T load_##D(const __global D##_t* p, ulong i) { return from_##D(p[i]); }
+#define STORE_OF(D, C, T) static inline void store_##D##_##C(__global D##_t* p, ulong i, T v) { p[i] = to_##D##_##C(v); }
 #define STORES_OF(C, T)                                                                                              \
     STORE_OF(f32, C, T)                                                                                              \
     STORE_OF(bf16, C, T)                                                                                             \
@@ -99,14 +99,14 @@ bool_t to_bool_I64(long v) { return v != 0; }
     STORE_OF(u8, C, T)                                                                                               \
     STORE_OF(u32, C, T)                                                                                              \
     STORE_OF(bool, C, T)                                                                                             \
-    void store_f16_##C(__global f16_t* p, ulong i, T v) { vstore_half_rte((float)v, i, (__global half*)p); }
+    static inline void store_f16_##C(__global f16_t* p, ulong i, T v) { vstore_half_rte((float)v, i, (__global half*)p); }
 
 LOAD_OF(f32, float)
 #if defined(IS_CPU) && defined(__F16C__)
 // One instruction; PoCL's vload_half of a single element is a subroutine.
-float load_f16(const __global f16_t* p, ulong i) { return __builtin_load_halff((const __global half*)p + i); }
+static inline float load_f16(const __global f16_t* p, ulong i) { return __builtin_load_halff((const __global half*)p + i); }
 #else
-float load_f16(const __global f16_t* p, ulong i) { return vload_half(i, (const __global half*)p); }
+static inline float load_f16(const __global f16_t* p, ulong i) { return vload_half(i, (const __global half*)p); }
 #endif
 LOAD_OF(bf16, float)
 LOAD_OF(i64, long)
@@ -120,16 +120,16 @@ STORES_OF(I64, long)
 #ifdef HAS_F64
 typedef double f64_t;
 
-long long_from_double(double v)
+static inline long long_from_double(double v)
 {
     return v != v ? 0 : v >= 9223372036854775808.0 ? LONG_MAX : v <= -9223372036854775808.0 ? LONG_MIN : (long)v;
 }
 
-double from_f64(f64_t x) { return x; }
+static inline double from_f64(f64_t x) { return x; }
 BITS_OF_FLOAT(F64, double, long_from_double)
-f64_t to_f64_F32(float v) { return v; }
-f64_t to_f64_F64(double v) { return v; }
-f64_t to_f64_I64(long v) { return (double)v; }
+static inline f64_t to_f64_F32(float v) { return v; }
+static inline f64_t to_f64_F64(double v) { return v; }
+static inline f64_t to_f64_I64(long v) { return (double)v; }
 LOAD_OF(f64, double)
 STORES_OF(F64, double)
 STORE_OF(f64, F32, float)
@@ -140,9 +140,9 @@ STORE_OF(f64, I64, long)
 // ---- primitives that are not built in ----
 
 #define FLOAT_PRIMITIVES(T)                                                                                          \
-    T max_##T(T a, T b) { return a > b || a != a ? a : b; }                                                          \
-    T min_##T(T a, T b) { return a < b || a != a ? a : b; }                                                          \
-    T sigmoid_##T(T x)                                                                                               \
+    static inline T max_##T(T a, T b) { return a > b || a != a ? a : b; }                                            \
+    static inline T min_##T(T a, T b) { return a < b || a != a ? a : b; }                                            \
+    static inline T sigmoid_##T(T x)                                                                                 \
     {                                                                                                                \
         T e = exp(-fabs(x));                                                                                         \
         return (x < 0 ? e : (T)1) / (1 + e);                                                                         \
@@ -154,30 +154,30 @@ FLOAT_PRIMITIVES(double)
 #endif
 
 // Integers wrap; signed overflow is only defined through unsigned.
-long max_long(long a, long b) { return a > b ? a : b; }
-long min_long(long a, long b) { return a < b ? a : b; }
-long neg_long(long x) { return (long)(0UL - (ulong)x); }
-long abs_long(long x) { return x < 0 ? neg_long(x) : x; }
-long add_long(long a, long b) { return (long)((ulong)a + (ulong)b); }
-long sub_long(long a, long b) { return (long)((ulong)a - (ulong)b); }
-long mul_long(long a, long b) { return (long)((ulong)a * (ulong)b); }
+static inline long max_long(long a, long b) { return a > b ? a : b; }
+static inline long min_long(long a, long b) { return a < b ? a : b; }
+static inline long neg_long(long x) { return (long)(0UL - (ulong)x); }
+static inline long abs_long(long x) { return x < 0 ? neg_long(x) : x; }
+static inline long add_long(long a, long b) { return (long)((ulong)a + (ulong)b); }
+static inline long sub_long(long a, long b) { return (long)((ulong)a - (ulong)b); }
+static inline long mul_long(long a, long b) { return (long)((ulong)a * (ulong)b); }
 
-long div_long(long a, long b, __global int* fault)
+static inline long div_long(long a, long b, __global int* fault)
 {
     if (b == 0) fault_record(fault, FAULT_DIVISION, 0, 0);
     return b == 0 ? 0 : b == -1 ? neg_long(a) : a / b;
 }
 
-long rem_long(long a, long b, __global int* fault)
+static inline long rem_long(long a, long b, __global int* fault)
 {
     if (b == 0) fault_record(fault, FAULT_DIVISION, 0, 0);
     return b == 0 || b == -1 ? 0 : a % b;
 }
 
-long shl_long(long a, long b) { return b < 0 || b > 63 ? 0 : (long)((ulong)a << b); }
-long shr_long(long a, long b) { return a >> (b < 0 || b > 63 ? 63 : b); }
+static inline long shl_long(long a, long b) { return b < 0 || b > 63 ? 0 : (long)((ulong)a << b); }
+static inline long shr_long(long a, long b) { return a >> (b < 0 || b > 63 ? 63 : b); }
 
-long gcd_long(long a, long b)
+static inline long gcd_long(long a, long b)
 {
     ulong x = (ulong)abs_long(a), y = (ulong)abs_long(b);
     while (y > 0) {
@@ -189,7 +189,7 @@ long gcd_long(long a, long b)
 }
 
 // By squaring; a negative power is 0 unless the base is 1 or -1.
-long pow_long(long a, long b)
+static inline long pow_long(long a, long b)
 {
     if (b < 0) return a == 1 ? 1 : a == -1 ? 1 - 2 * (b & 1) : 0;
     ulong base = (ulong)a, power = 1;
@@ -202,7 +202,7 @@ long pow_long(long a, long b)
 
 // ---- random numbers: see ops/philox.rs, whose bits these are ----
 
-uint4 philox_block(ulong key, ulong stream, ulong block)
+static inline uint4 philox_block(ulong key, ulong stream, ulong block)
 {
     uint4 x = (uint4)((uint)block, (uint)(block >> 32), (uint)stream, (uint)(stream >> 32));
     uint k0 = (uint)key, k1 = (uint)(key >> 32);
@@ -216,20 +216,20 @@ uint4 philox_block(ulong key, ulong stream, ulong block)
     return x;
 }
 
-uint random_bits(ulong key, ulong stream, ulong index)
+static inline uint random_bits(ulong key, ulong stream, ulong index)
 {
     uint4 x = philox_block(key, stream, index >> 2);
     uint2 pair = index & 2 ? x.zw : x.xy;
     return index & 1 ? pair.y : pair.x;
 }
 
-float random_uniform(ulong key, ulong stream, ulong index)
+static inline float random_uniform(ulong key, ulong stream, ulong index)
 {
     return (float)(random_bits(key, stream, index) >> 8) * (1.0f / 16777216.0f);
 }
 
 // Additions, subtractions and multiplications only, in this order: exact everywhere.
-float random_normal(ulong key, ulong stream, ulong index)
+static inline float random_normal(ulong key, ulong stream, ulong index)
 {
     uint4 words = philox_block(key, stream, index >> 2);
     uint2 pair = index & 2 ? words.zw : words.xy;

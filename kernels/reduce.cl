@@ -42,7 +42,7 @@ STRIDED_DIMS(Reduced, NR)
 #define ELEMENT(v) ((ACC)element_of(v, (FROM)0))
 #define ELEMENT16(v) element16_of(v)
 #ifdef IS_CPU
-inline CAT(ACC, 16) element16_of(CAT(FROM, 16) v) {
+static inline CAT(ACC, 16) element16_of(CAT(FROM, 16) v) {
     FROM in[16];
     ACC out[16];
     vstore16(v, 0, in);
@@ -62,15 +62,15 @@ typedef struct {
     ACC v;
     long i;
 } Acc;
-inline Acc pair(ACC v, long i) {
+static inline Acc pair(ACC v, long i) {
     Acc a;
     a.v = v;
     a.i = i;
     return a;
 }
-inline Acc neutral(void) { return pair(NEUTRAL, LONG_MAX); }
+static inline Acc neutral(void) { return pair(NEUTRAL, LONG_MAX); }
 // The better one, the first among equals; the first NaN before everything.
-inline Acc combine(Acc a, Acc b) {
+static inline Acc combine(Acc a, Acc b) {
     const int a_nan = IS_NAN(a.v), b_nan = IS_NAN(b.v);
     const int equal = (a_nan & b_nan) | (a.v == b.v);
     const int stay = equal ? a.i <= b.i : a_nan | (!b_nan & BEATS(a.v, b.v));
@@ -78,8 +78,8 @@ inline Acc combine(Acc a, Acc b) {
 }
 #else
 typedef ACC Acc;
-inline Acc neutral(void) { return NEUTRAL; }
-inline Acc combine(Acc a, Acc b) { return COMBINE(a, b); }
+static inline Acc neutral(void) { return NEUTRAL; }
+static inline Acc combine(Acc a, Acc b) { return COMBINE(a, b); }
 #endif
 
 // Element `at`, which has index r among the reduced; and what becomes of result o.
@@ -122,7 +122,7 @@ typedef CAT(B, _t) Out;
 
 #ifdef ARG
 // The best element of [r, end) that falls to a lane which starts at r: of every place in a vector, then of those.
-inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
+static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
     if (r >= end)
         return neutral();
     ACC best[VEC];
@@ -169,7 +169,7 @@ inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
 }
 #else
 // Adds VEC elements from x on.
-inline void take(Acc *acc, __global const In *x) {
+static inline void take(Acc *acc, __global const In *x) {
     In raw[VEC];
     CAT(vstore, VEC)(*(__global const WIDE_T *)x, 0, raw);
     #pragma unroll
@@ -179,7 +179,7 @@ inline void take(Acc *acc, __global const In *x) {
 
 #ifdef COLUMNS
 // The part of elements [r, end) of VEC outputs that falls to a lane which starts at r.
-inline void shares(Acc *total, __global const In *x, const Reduced *reduced, IDX r, IDX end, uint lanes) {
+static inline void shares(Acc *total, __global const In *x, const Reduced *reduced, IDX r, IDX end, uint lanes) {
     #pragma unroll
     for (int k = 0; k < VEC; ++k)
         total[k] = neutral();
@@ -204,7 +204,7 @@ inline void shares(Acc *total, __global const In *x, const Reduced *reduced, IDX
 }
 #else
 // The part of elements [r, end) that falls to a lane which starts at r.
-inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
+static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
     Acc total = neutral();
     while (r < end) {
         Acc acc[VEC];
@@ -338,13 +338,13 @@ typedef struct {
     Acc16 v;
     STEP16 from;
 } Wide;
-inline Wide neutral16(void) {
+static inline Wide neutral16(void) {
     Wide w;
     w.v = (Acc16)(NEUTRAL);
     w.from = (STEP16)(-1);
     return w;
 }
-inline Wide combine16(Wide w, Acc16 v, long step) {
+static inline Wide combine16(Wide w, Acc16 v, long step) {
     const STEP16 better = BEATS(v, w.v) | (IS_NAN(v) & !IS_NAN(w.v)) | (w.from < 0);
     w.v = better ? v : w.v;
     w.from = better ? (STEP16)(step) : w.from;
@@ -352,13 +352,13 @@ inline Wide combine16(Wide w, Acc16 v, long step) {
 }
 #else
 typedef Acc16 Wide;
-inline Wide neutral16(void) { return (Acc16)(NEUTRAL); }
-inline Wide combine16(Wide w, Acc16 v, long step) { return COMBINE(w, v); }
+static inline Wide neutral16(void) { return (Acc16)(NEUTRAL); }
+static inline Wide combine16(Wide w, Acc16 v, long step) { return COMBINE(w, v); }
 #endif
 #define GET16(at) ELEMENT16(CAT(load16_, A)(x, x_at + (at)))
 
 // The sixteen lanes of w, where step s of lane k has index first + s * by + k * lane.
-inline void lanes_of(Wide w, long first, long by, long lane, Acc *out) {
+static inline void lanes_of(Wide w, long first, long by, long lane, Acc *out) {
 #ifdef ARG
     ACC v[16];
     STEP from[16];
@@ -373,7 +373,7 @@ inline void lanes_of(Wide w, long first, long by, long lane, Acc *out) {
 #endif
 
 // The reduction of n elements `stride` apart; the first has index r.
-inline Acc run(__global const In *x, ulong x_at, long at, IDX n, long stride, long r) {
+static inline Acc run(__global const In *x, ulong x_at, long at, IDX n, long stride, long r) {
     Acc total = neutral();
     IDX i = 0;
 #ifndef PAIRS
@@ -413,7 +413,7 @@ inline Acc run(__global const In *x, ulong x_at, long at, IDX n, long stride, lo
 }
 
 // The reduction of positions [r, end) of one output, in runs along the innermost dim.
-inline Acc line(__global const In *x, ulong x_at, long base, const Reduced *reduced, IDX r, IDX end) {
+static inline Acc line(__global const In *x, ulong x_at, long base, const Reduced *reduced, IDX r, IDX end) {
     const IDX inner = (IDX)reduced->size[NR - 1];
     Acc total = neutral();
     while (r < end) {

@@ -23,15 +23,15 @@ typedef struct {
     ACC v;
     long i;
 } Acc;
-inline Acc pair(ACC v, long i) {
+static inline Acc pair(ACC v, long i) {
     Acc a;
     a.v = v;
     a.i = i;
     return a;
 }
-inline Acc neutral(void) { return pair((ACC)0, -1); }
+static inline Acc neutral(void) { return pair((ACC)0, -1); }
 // The later one among equals, and the last NaN before everything.
-inline Acc combine(Acc a, Acc b) {
+static inline Acc combine(Acc a, Acc b) {
 #ifdef OP_MAX
     const int reaches = b.v >= a.v;
 #else
@@ -42,14 +42,14 @@ inline Acc combine(Acc a, Acc b) {
 #else
 typedef ACC Acc;
 #ifdef OP_SUM
-inline Acc neutral(void) { return (ACC)0; }
-inline Acc combine(Acc a, Acc b) { return SUM_OF(a, b); }
+static inline Acc neutral(void) { return (ACC)0; }
+static inline Acc combine(Acc a, Acc b) { return SUM_OF(a, b); }
 #elif defined(OP_PROD)
-inline Acc neutral(void) { return (ACC)1; }
-inline Acc combine(Acc a, Acc b) { return PRODUCT_OF(a, b); }
+static inline Acc neutral(void) { return (ACC)1; }
+static inline Acc combine(Acc a, Acc b) { return PRODUCT_OF(a, b); }
 #else
-inline Acc neutral(void) { return (ACC)(-INFINITY); }
-inline Acc combine(Acc a, Acc b) {
+static inline Acc neutral(void) { return (ACC)(-INFINITY); }
+static inline Acc combine(Acc a, Acc b) {
     const ACC greater = CAT(max_, ACC)(a, b);
     return isinf(greater) ? greater : greater + log1p(exp(-fabs(a - b)));
 }

@@ -156,7 +156,7 @@ typedef union {
 } Some;
 #define CHUNK (8 * GROUP)
 #define MOST (10 * GROUP)
-inline Some meet(Some old, Some new) {
+static inline Some meet(Some old, Some new) {
     Some met;
     #pragma unroll
     for (uint w = 0; w < WIDTH; ++w)

@@ -14,21 +14,21 @@ typedef struct {
 // Digits count from the last of the place, `low` of them, to the first of the key.
 #define DIGIT(key, at, d, low) (((d) >= (low) ? (uint)((key) >> 8 * ((d) - (low))) : (uint)((at) >> 8 * (d))) & 255)
 
-inline int place_digits(ulong n) {
+static inline int place_digits(ulong n) {
     int low = 0;
     for (ulong left = n - 1; left > 0; left >>= 8)
         ++low;
     return low;
 }
 
-inline void clear(__local Digits *d, uint lid) {
+static inline void clear(__local Digits *d, uint lid) {
     for (uint b = lid; b < 256; b += GROUP)
         d->bins[b] = 0;
     barrier(CLK_LOCAL_MEM_FENCE);
 }
 
 // The value of the need-th of what is in the bins, how many are below that and how many have it.
-inline void find_digit(__local Digits *d, ulong need, uint lid) {
+static inline void find_digit(__local Digits *d, ulong need, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
     uint own = 0;
     if (lid < 32) {
@@ -56,7 +56,7 @@ inline void find_digit(__local Digits *d, ulong need, uint lid) {
 }
 
 // The sum over a group.
-inline uint together(__local Digits *d, uint v, uint lid) {
+static inline uint together(__local Digits *d, uint v, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
     if (lid == 0)
         d->count = 0;
@@ -91,7 +91,7 @@ inline uint together(__local Digits *d, uint v, uint lid) {
 #define ENTRIES (PER + SLOTS)
 
 // A key that `need` of those that are alive, one of each work-item, are not above.
-inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) {
+static inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) {
     Key found = 0, mask = 0;
     for (int digit = (int)sizeof(Key) - 1; digit >= 0; --digit) {
         clear(d, lid);
@@ -109,7 +109,7 @@ inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) 
 
 // Of the entries that are alive, a bit each in every work-item, the `need` least. No key of them is above *bound; *exact: where
 // that is known to the last digit.
-inline uint least(const Key *key, const PLACE *at, uint alive, uint need, int low, uint lid, __local Digits *d, Key *bound,
+static inline uint least(const Key *key, const PLACE *at, uint alive, uint need, int low, uint lid, __local Digits *d, Key *bound,
                   int *exact) {
     uint taken = 0;
     *bound = (Key)-1;

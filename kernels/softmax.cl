@@ -14,7 +14,7 @@ typedef struct {
 typedef struct {
     long x, y, z;
 } At;
-inline At at_rows(const Rows *d, IDX i) {
+static inline At at_rows(const Rows *d, IDX i) {
     At at = {0, 0, 0};
     for (int k = NK - 1; k >= 0; --k) {
         const long r = (long)NEXT(i, d->size, k);
@@ -57,7 +57,7 @@ typedef CAT(ACC, 16) Acc16;
     const ACC v##_1 = OP(v##_2.lo, v##_2.hi)
 #endif
 
-inline ACC largest(In x, ulong at, IDX n, long stride, uint lane, uint lanes) {
+static inline ACC largest(In x, ulong at, IDX n, long stride, uint lane, uint lanes) {
     ACC m = -INFINITY;
     IDX i = lane;
 #ifdef IS_CPU
@@ -76,7 +76,7 @@ inline ACC largest(In x, ulong at, IDX n, long stride, uint lane, uint lanes) {
     return m;
 }
 
-inline ACC sum_exp(In x, ulong at, IDX n, long stride, ACC m, uint lane, uint lanes) {
+static inline ACC sum_exp(In x, ulong at, IDX n, long stride, ACC m, uint lane, uint lanes) {
     ACC s = 0;
     IDX i = lane;
 #ifdef IS_CPU
@@ -164,7 +164,7 @@ __kernel void
 // A lane's part of a row, in registers: every loop over it is unrolled.
 #define KEPT (CACHED * VEC)
 
-inline ACC largest_of(const ACC *v) {
+static inline ACC largest_of(const ACC *v) {
     ACC m = -INFINITY;
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
@@ -172,7 +172,7 @@ inline ACC largest_of(const ACC *v) {
     return m;
 }
 
-inline ACC sum_of(const ACC *v) {
+static inline ACC sum_of(const ACC *v) {
     ACC s = 0;
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
@@ -180,7 +180,7 @@ inline ACC sum_of(const ACC *v) {
     return s;
 }
 
-inline ACC sum_exp_of(const ACC *v) {
+static inline ACC sum_exp_of(const ACC *v) {
     ACC s = 0;
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
@@ -188,7 +188,7 @@ inline ACC sum_exp_of(const ACC *v) {
     return s;
 }
 
-inline ACC dot_of(const ACC *v, const ACC *g) {
+static inline ACC dot_of(const ACC *v, const ACC *g) {
     ACC s = 0;
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
@@ -196,26 +196,26 @@ inline ACC dot_of(const ACC *v, const ACC *g) {
     return s;
 }
 
-inline void exp_all(ACC *v) {
+static inline void exp_all(ACC *v) {
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
         v[k] = exp(v[k]);
 }
 
-inline void shift_all(ACC *v, ACC by) {
+static inline void shift_all(ACC *v, ACC by) {
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
         v[k] -= by;
 }
 
-inline void scale_all(ACC *v, ACC by) {
+static inline void scale_all(ACC *v, ACC by) {
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
         v[k] *= by;
 }
 
 // `other` past the row's end.
-inline void fetch(ACC *v, In x, ulong at, uint lane, uint lanes, IDX stop, long stride, ACC other) {
+static inline void fetch(ACC *v, In x, ulong at, uint lane, uint lanes, IDX stop, long stride, ACC other) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k) {
         const IDX i = (lane + k * lanes) * VEC;
@@ -233,7 +233,7 @@ inline void fetch(ACC *v, In x, ulong at, uint lane, uint lanes, IDX stop, long 
 }
 
 #ifdef MASK
-inline void hide(ACC *v, Other z, ulong za, uint lane, uint lanes, IDX seen, long zs) {
+static inline void hide(ACC *v, Other z, ulong za, uint lane, uint lanes, IDX seen, long zs) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k) {
         #pragma unroll
@@ -245,7 +245,7 @@ inline void hide(ACC *v, Other z, ulong za, uint lane, uint lanes, IDX seen, lon
 }
 #endif
 
-inline void keep(const ACC *v, Out y, ulong at, uint lane, uint lanes, IDX stop, long stride) {
+static inline void keep(const ACC *v, Out y, ulong at, uint lane, uint lanes, IDX stop, long stride) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k) {
         const IDX i = (lane + k * lanes) * VEC;

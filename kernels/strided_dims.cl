@@ -3,7 +3,7 @@
 
 // Takes the index along dim k (from the innermost to 0) off the linear position i. No division for the outermost.
 #define NEXT(i, size, k) ((k) == 0 ? (i) : next_index(&(i), (IDX)(size)[k]))
-inline IDX next_index(IDX *i, IDX n) {
+static inline IDX next_index(IDX *i, IDX n) {
     const IDX q = *i / n, r = *i - q * n;
     *i = q;
     return r;
@@ -15,7 +15,7 @@ inline IDX next_index(IDX *i, IDX n) {
         ulong size[N];                                                                                                 \
         long stride[N];                                                                                                \
     } NAME;                                                                                                            \
-    inline long CAT(at_, NAME)(const NAME *d, IDX i) {                                                                 \
+    static inline long CAT(at_, NAME)(const NAME *d, IDX i) {                                                          \
         long at = 0;                                                                                                   \
         for (int k = N - 1; k >= 0; --k)                                                                               \
             at += (long)NEXT(i, d->size, k) * d->stride[k];                                                            \
@@ -36,7 +36,7 @@ inline IDX next_index(IDX *i, IDX n) {
 #define store16_f32(p, i, v) vstore16(v, 0, (p) + (i))
 #define store16_f64(p, i, v) vstore16(v, 0, (p) + (i))
 #define store16_f16(p, i, v) vstore_half16_rte(v, 0, (__global half *)((p) + (i)))
-inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
+static inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
     const uint16 u = as_uint16(v);
     const uint16 r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     vstore16(convert_ushort16(v != v ? (u >> 16) | 0x40u : r), 0, p + i);

@@ -23,7 +23,7 @@ typedef struct {
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
 // The elements of the image that window o has along direction d: from start to stop, a dilation apart.
-inline void span(const Windows *w, int d, INT o, INT *start, INT *stop) {
+static inline void span(const Windows *w, int d, INT o, INT *start, INT *stop) {
 #ifdef ADAPTIVE
     *start = o * W(image, d) / W(grid, d);
     *stop = ((o + 1) * W(image, d) + W(grid, d) - 1) / W(grid, d);
@@ -35,7 +35,7 @@ inline void span(const Windows *w, int d, INT o, INT *start, INT *stop) {
 }
 
 // The windows, first to last, that may have element h along direction d.
-inline void holders(const Windows *w, int d, INT h, INT *first, INT *last) {
+static inline void holders(const Windows *w, int d, INT h, INT *first, INT *last) {
 #ifdef ADAPTIVE
     *first = h * W(grid, d) / W(image, d);
     *last = ((h + 1) * W(grid, d) - 1) / W(image, d);
@@ -88,7 +88,7 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
     x_at += (long)n * w.x[0] + c * w.x[1]
 
 // What a mean is divided by: `divide` where that is above 0; else the window's elements, with 0 those in the padding too.
-inline ACC divisor(const Windows *w, INT oh, INT ow, long divide) {
+static inline ACC divisor(const Windows *w, INT oh, INT ow, long divide) {
     if (divide > 0)
         return (ACC)divide;
     INT size = 1;

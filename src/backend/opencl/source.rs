@@ -27,7 +27,7 @@ impl Program {
         params.extend((0..self.outputs()).map(|j| format!("{c}* o{j}")));
 
         let dag = Dag::new(self.exprs());
-        let mut body = format!("void {name}({})\n{{\n", params.join(", "));
+        let mut body = format!("static inline void {name}({})\n{{\n", params.join(", "));
         let mut names: Vec<String> = Vec::with_capacity(dag.nodes.len());
         for (i, node) in dag.nodes.iter().enumerate() {
             let args: Args<&str> = node.args.iter().map(|&a| &*names[a]).collect();
@@ -160,7 +160,7 @@ mod tests {
     fn one_function_with_its_arguments_in_order() {
         let (x, y) = (Expr::input(0), Expr::input(1));
         let text = Program::new(&[(&x / &y) * Expr::scalar(0) + Expr::bits(0)]).emit(Compute::I64, "f");
-        let head = "void f(const long x0, const long x1, const long s0, const ulong key0, const ulong stream0, \
+        let head = "static inline void f(const long x0, const long x1, const long s0, const ulong key0, const ulong stream0, \
                     const ulong index, __global int* fault, long* o0)";
         assert!(text.starts_with(head), "{text}");
         assert!(text.contains("div_long(x0, x1, fault)") && text.contains("*o0 = "), "{text}");

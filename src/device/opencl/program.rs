@@ -30,6 +30,12 @@ use crate::{Error, Result};
 pub(crate) const SM_90A: &str = "#define SM_90A\n";
 const HIDDEN: &str = "//@ ";
 
+/// What the crate's own sources call, declared: see there.
+const BUILTINS: &str = include_str!("../../../kernels/builtins.cl");
+/// Leaves out clang's header of 18,000 lines, whose include guard this is. PoCL includes it twice in every program, which is
+/// five sixths of the time of a build.
+const WITHOUT_HEADER: &str = "-D_OPENCL_H_ ";
+
 /// A program, or nothing yet. The lock is held while building, so that a second thread waits for the first's result.
 type Slot = Arc<Mutex<Option<Arc<Program>>>>;
 
@@ -45,6 +51,8 @@ pub(super) struct Programs {
     pub(super) found: Mutex<Entries>,
     from_source: AtomicU64,
     from_disk: AtomicU64,
+    /// Of those from source, the ones of the crate that could not be built [`WITHOUT_HEADER`].
+    with_header: AtomicU64,
     /// Binaries that the driver took long to give.
     slow_binaries: AtomicU32,
 }
@@ -130,7 +138,7 @@ impl ClDevice {
                 Some(program) => Arc::clone(program),
                 None => {
                     let _compiling = exit::registering();
-                    let program = Arc::new(self.obtain(name, source, &options, cache, &Kind::Program.name(&key))?);
+                    let program = Arc::new(self.obtain(by, name, source, &options, cache, &Kind::Program.name(&key))?);
                     exit::built();
                     Arc::clone(slot.insert(program))
                 }
@@ -147,10 +155,20 @@ impl ClDevice {
         })
     }
 
+    /// Of the programs from source, those of the crate that called what kernels/builtins.cl does not declare.
+    #[cfg(test)]
+    pub(super) fn builds_with_header(&self) -> u64 {
+        self.programs.with_header.load(Relaxed)
+    }
+
     /// Programs built from source, and loaded from disk, on this device so far.
     #[cfg(test)]
     pub(super) fn builds(&self) -> (u64, u64) {
         (self.programs.from_source.load(Relaxed), self.programs.from_disk.load(Relaxed))
+    }
+
+    fn is_pocl(&self) -> bool {
+        self.found.platform_version.to_lowercase().contains("pocl")
     }
 
     fn build_options(&self) -> String {
@@ -204,6 +222,7 @@ impl ClDevice {
     /// From what was imported or the file if it is there and whole, otherwise from source, and then into the file.
     fn obtain(
         &self,
+        by: By,
         name: &'static str,
         source: &str,
         options: &str,
@@ -228,7 +247,7 @@ impl ClDevice {
         }
         let _compiling = span(profiler::Kind::Compile);
         let started = Instant::now();
-        let mut program = self.compile(name, source, options)?;
+        let mut program = self.compile(by, name, source, options)?;
         if source.contains(SM_90A) {
             // Never the program as it is: it would compute something else.
             program = self.opened(&program, options).ok_or_else(|| Error::Build {
@@ -258,7 +277,24 @@ impl ClDevice {
         Ok(program)
     }
 
-    fn compile(&self, name: &str, source: &str, options: &str) -> Result<Program> {
+    /// From source. One of the crate's is built without the header of built-in functions where the driver is PoCL, and with it
+    /// if that fails.
+    fn compile(&self, by: By, name: &str, source: &str, options: &str) -> Result<Program> {
+        if by == By::User || !self.is_pocl() {
+            return self.compile_text(name, source, options);
+        }
+        let short = self.compile_text(name, &[BUILTINS, source].concat(), &[options, WITHOUT_HEADER].concat());
+        let Err(Error::Build { log, .. }) = short else { return short };
+        let whole = self.compile_text(name, source, options)?;
+        self.programs.with_header.fetch_add(1, Relaxed);
+        #[cfg(test)]
+        assert!(!source.starts_with("#define FAULT_"), "kernels/builtins.cl lacks what {name} calls: {log}");
+        let kernel = name.to_owned();
+        log::emit(move || tracing::debug!(kernel, log, "built with all built-in functions"));
+        Ok(whole)
+    }
+
+    fn compile_text(&self, name: &str, source: &str, options: &str) -> Result<Program> {
         let text = CString::new(source).map_err(|_| Error::invalid("build", "the source contains a zero byte"))?;
         let (mut line, len) = (text.as_ptr(), source.len());
         let program = create!(clCreateProgramWithSource(self.context, 1, &mut line, &len))

@@ -62,6 +62,24 @@ fn programs_come_back_from_disk() {
     }
 }
 
+#[test]
+fn sources_of_the_crate_leave_out_the_header_where_they_can() {
+    for i in 0..count() {
+        let device = ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
+        let built = |by, call: &str, want: f32| {
+            let source = format!("__kernel void f(__global float* x) {{ x[get_global_id(0)] = {call}; }} // {i}");
+            let kernel = device.build_cached(by, "f", &source, "", "f", None).unwrap();
+            let out = buffer(&device, &[0; 4]);
+            device.launch(&kernel, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
+            assert_eq!(contents(&device, &out), want.to_ne_bytes(), "{call}");
+            (device.builds().0, device.builds_with_header())
+        };
+        assert_eq!(built(By::Crate, "sqrt(4.0f)", 2.0), (1, 0));
+        assert_eq!(built(By::User, "cospi(2.0f)", 1.0), (2, 0));
+        assert_eq!(built(By::Crate, "cospi(2.0f)", 1.0), (2 + 1, u64::from(device.is_pocl())), "none of ours calls that");
+    }
+}
+
 /// A binary in the place of another one's would compute something else, or nothing.
 #[test]
 fn binaries_are_not_taken_for_one_another() {
