@@ -14,7 +14,8 @@
 //! folder `CLAYSTONE_CACHE_DIR`, else in `$XDG_CACHE_HOME/claystone` (where that is an absolute path), else in
 //! `~/.cache/claystone`. `CLAYSTONE_CACHE_DIR=off` keeps none. Kernels may take `CLAYSTONE_CACHE_MAXSIZE` bytes, 256 MiB
 //! unless set; beyond that those go that were not used for longest. `claystone cache` prints where they are and how large,
-//! `claystone cache --clear` removes them; so may anybody, at any time.
+//! `claystone cache --clear` removes them; so may anybody, at any time. PoCL keeps the crate's own kernels itself, in
+//! `POCL_CACHE_DIR`.
 //!
 //! `CLAYSTONE_TUNING` says how much is tried to find out which sizes of work-groups and parameters suit each kernel at each
 //! class of sizes, while it does its work: `none` (the default), `fast`, `normal`, `wide` or `heavy`. See

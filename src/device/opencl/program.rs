@@ -108,7 +108,10 @@ impl ClDevice {
     /// # Errors
     /// [`Error::Build`] with the compiler's log; `name` is what it calls the kernel.
     pub(crate) fn build(&self, name: &'static str, source: &str, entry: &str) -> Result<ClKernel> {
-        self.build_cached(By::Crate, name, source, "", entry, Cache::of_process())
+        // PoCL keeps what it compiles in files of its own. Its binaries take as long to load as that, and longer to get: for one it
+        // compiles work-group functions of any size, which no launch runs.
+        let cache = Cache::of_process().filter(|_| !self.is_pocl());
+        self.build_cached(By::Crate, name, source, "", entry, cache)
     }
 
     /// [`build`](Self::build) of a source of the user's, with further options for the compiler.
@@ -138,7 +141,8 @@ impl ClDevice {
                 Some(program) => Arc::clone(program),
                 None => {
                     let _compiling = exit::registering();
-                    let program = Arc::new(self.obtain(by, name, source, &options, cache, &Kind::Program.name(&key))?);
+                    let program =
+                        Arc::new(self.obtain(by, name, source, &options, cache, &Kind::Program.name(&key))?);
                     exit::built();
                     Arc::clone(slot.insert(program))
                 }

@@ -235,7 +235,8 @@ impl Writer<'_> {
 
     /// A function that computes `width` neighbouring positions from e on.
     fn function(&self, w: &mut String, name: &str, dims: &[usize], width: usize) {
-        let _ = writeln!(w, "static inline void {name}(const INDEX e, PARAMETERS) {{\n    {}", self.positions("e", dims));
+        let _ =
+            writeln!(w, "static inline void {name}(const INDEX e, PARAMETERS) {{\n    {}", self.positions("e", dims));
         if width == 1 {
             self.body(w, 1, |k| format!("load_{}(p{k}, at{k})", self.operands[k].dtype), "at");
             w.push_str("}\n");

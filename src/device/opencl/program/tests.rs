@@ -76,7 +76,25 @@ fn sources_of_the_crate_leave_out_the_header_where_they_can() {
         };
         assert_eq!(built(By::Crate, "sqrt(4.0f)", 2.0), (1, 0));
         assert_eq!(built(By::User, "cospi(2.0f)", 1.0), (2, 0));
-        assert_eq!(built(By::Crate, "cospi(2.0f)", 1.0), (2 + 1, u64::from(device.is_pocl())), "none of ours calls that");
+        assert_eq!(
+            built(By::Crate, "cospi(2.0f)", 1.0),
+            (2 + 1, u64::from(device.is_pocl())),
+            "none of ours calls that"
+        );
+    }
+}
+
+#[test]
+fn pocl_is_asked_for_no_binaries_of_the_crates_programs() {
+    for i in 0..count() {
+        let source = format!("__kernel void f(__global float* x) {{ x[0] = {i}; }} // {}", std::process::id());
+        for _ in 0..2 {
+            let device = ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
+            device.build("f", &source, "f").unwrap();
+            if device.is_pocl() {
+                assert_eq!((device.builds(), device.programs.slow_binaries.load(Relaxed)), ((1, 0), 0));
+            }
+        }
     }
 }
 
