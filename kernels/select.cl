@@ -3,6 +3,7 @@
 // element's size), PLACE (the type of indices: uint or ulong), NK (rank), IDX, GROUP, PER (elements that a work-item has in
 // registers at a time), CAP (those that a group holds, a multiple of GROUP), FROM where the indices are those of a tensor.
 // Equal keys stay in the order of their indices: those decide where keys do not.
+// Functions with barriers are not static: the inliner of LLVM 15 crashes on them in PoCL 3.1.
 
 STRIDED_DIMS(Rest, NK)
 
@@ -14,21 +15,21 @@ typedef struct {
 // Digits count from the last of the place, `low` of them, to the first of the key.
 #define DIGIT(key, at, d, low) (((d) >= (low) ? (uint)((key) >> 8 * ((d) - (low))) : (uint)((at) >> 8 * (d))) & 255)
 
-static inline int place_digits(ulong n) {
+inline int place_digits(ulong n) {
     int low = 0;
     for (ulong left = n - 1; left > 0; left >>= 8)
         ++low;
     return low;
 }
 
-static inline void clear(__local Digits *d, uint lid) {
+inline void clear(__local Digits *d, uint lid) {
     for (uint b = lid; b < 256; b += GROUP)
         d->bins[b] = 0;
     barrier(CLK_LOCAL_MEM_FENCE);
 }
 
 // The value of the need-th of what is in the bins, how many are below that and how many have it.
-static inline void find_digit(__local Digits *d, ulong need, uint lid) {
+inline void find_digit(__local Digits *d, ulong need, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
     uint own = 0;
     if (lid < 32) {
@@ -56,7 +57,7 @@ static inline void find_digit(__local Digits *d, ulong need, uint lid) {
 }
 
 // The sum over a group.
-static inline uint together(__local Digits *d, uint v, uint lid) {
+inline uint together(__local Digits *d, uint v, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
     if (lid == 0)
         d->count = 0;
@@ -91,7 +92,7 @@ static inline uint together(__local Digits *d, uint v, uint lid) {
 #define ENTRIES (PER + SLOTS)
 
 // A key that `need` of those that are alive, one of each work-item, are not above.
-static inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) {
+inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) {
     Key found = 0, mask = 0;
     for (int digit = (int)sizeof(Key) - 1; digit >= 0; --digit) {
         clear(d, lid);
@@ -109,7 +110,7 @@ static inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digi
 
 // Of the entries that are alive, a bit each in every work-item, the `need` least. No key of them is above *bound; *exact: where
 // that is known to the last digit.
-static inline uint least(const Key *key, const PLACE *at, uint alive, uint need, int low, uint lid, __local Digits *d, Key *bound,
+inline uint least(const Key *key, const PLACE *at, uint alive, uint need, int low, uint lid, __local Digits *d, Key *bound,
                   int *exact) {
     uint taken = 0;
     *bound = (Key)-1;
