@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! /// What it computes. PyTorch: `its_name`.
-//! name (operands; scalar arguments = a value to test with) + name_in_place_: accepts -> output
+//! name (operands; scalar arguments = a value to test with or a default) + name_in_place_: accepts -> output
 //!     { the formula, of expressions } { the closed form, of f64 } on [a range for each operand]
 //!     masks [operands that are masks] derivative [one for each operand, where the symbolic one will not do];
 //! ```
@@ -19,10 +19,10 @@ macro_rules! rows {
             /// The product. PyTorch: `mul`.
             mul (x, other) + mul_: Any -> Same { x * other } { x * other } on [-3.0..3.0, -3.0..3.0];
             /// `x + alpha * other`. PyTorch: `add` with `alpha`.
-            add_alpha (x, other; alpha = -0.7) + add_alpha_: Any -> Same
+            add_alpha (x, other; alpha = -0.7 or 1.0) + add_alpha_: Any -> Same
                 { x + alpha * other } { x + alpha * other } on [-3.0..3.0, -3.0..3.0];
             /// `x - alpha * other`. PyTorch: `sub` with `alpha`.
-            sub_alpha (x, other; alpha = -0.7) + sub_alpha_: Any -> Same
+            sub_alpha (x, other; alpha = -0.7 or 1.0) + sub_alpha_: Any -> Same
                 { x - alpha * other } { x - alpha * other } on [-3.0..3.0, -3.0..3.0];
             /// The quotient; of integers in floats. PyTorch: `div`.
             div (x, other) + div_: Float -> Same { x / other } { x / other } on [-3.0..3.0, 0.5..3.0];
@@ -59,42 +59,42 @@ macro_rules! rows {
             ldexp (x, other) + ldexp_: Float -> Same
                 { x * other.exp2() } { x * other.exp2() } on [-3.0..3.0, -3.0..3.0];
             /// The sum with a number. PyTorch: `add`.
-            add_scalar (x; value = 1.25) + add_scalar_: Any -> Same { x + value } { x + value } on [-3.0..3.0];
+            add_scalar (x; other = 1.25) + add_scalar_: Any -> Same { x + other } { x + other } on [-3.0..3.0];
             /// The difference with a number. PyTorch: `sub`.
-            sub_scalar (x; value = 1.25) + sub_scalar_: Any -> Same { x - value } { x - value } on [-3.0..3.0];
+            sub_scalar (x; other = 1.25) + sub_scalar_: Any -> Same { x - other } { x - other } on [-3.0..3.0];
             /// The product with a number. PyTorch: `mul`.
-            mul_scalar (x; value = -1.25) + mul_scalar_: Any -> Same { x * value } { x * value } on [-3.0..3.0];
+            mul_scalar (x; other = -1.25) + mul_scalar_: Any -> Same { x * other } { x * other } on [-3.0..3.0];
             /// The quotient by a number; of integers in floats. PyTorch: `div`.
-            div_scalar (x; value = 1.25) + div_scalar_: Float -> Same { x / value } { x / value } on [-3.0..3.0];
+            div_scalar (x; other = 1.25) + div_scalar_: Float -> Same { x / other } { x / other } on [-3.0..3.0];
             /// [`div_trunc`](Self::div_trunc) by a number. PyTorch: `div` with `rounding_mode='trunc'`.
-            div_trunc_scalar (x; value = 1.25) + div_trunc_scalar_: Any -> Same
-                { (x / value).trunc() } { (x / value).trunc() } on [-3.0..3.0];
+            div_trunc_scalar (x; other = 1.25) + div_trunc_scalar_: Any -> Same
+                { (x / other).trunc() } { (x / other).trunc() } on [-3.0..3.0];
             /// [`floor_divide`](Self::floor_divide) by a number. PyTorch: `floor_divide`.
-            floor_divide_scalar (x; value = 1.25) + floor_divide_scalar_: Any -> Same
-                { x.floor_divide(value) } { (x / value).floor() } on [-3.0..3.0];
+            floor_divide_scalar (x; other = 1.25) + floor_divide_scalar_: Any -> Same
+                { x.floor_divide(other) } { (x / other).floor() } on [-3.0..3.0];
             /// [`fmod`](Self::fmod) by a number. PyTorch: `fmod`.
-            fmod_scalar (x; value = 1.25) + fmod_scalar_: Any -> Same { x % value } { x % value } on [-3.0..3.0];
+            fmod_scalar (x; other = 1.25) + fmod_scalar_: Any -> Same { x % other } { x % other } on [-3.0..3.0];
             /// [`remainder`](Self::remainder) by a number. PyTorch: `remainder`.
-            remainder_scalar (x; value = 1.25) + remainder_scalar_: Any -> Same
-                { x.remainder(value) } { x - value * (x / value).floor() } on [-3.0..3.0];
+            remainder_scalar (x; other = 1.25) + remainder_scalar_: Any -> Same
+                { x.remainder(other) } { x - other * (x / other).floor() } on [-3.0..3.0];
             /// x to the power of a number; of 2, 1/2, -1/2 and -1 by a product, roots and a quotient. PyTorch: `pow`.
             pow_scalar (x; exponent = 2.5) + pow_scalar_: Any -> Same
                 { x.pow(exponent) } { x.powf(exponent) } on [0.2..3.0];
-            /// `value - x`. PyTorch: `rsub`.
-            rsub_scalar (x; value = 1.25): Any -> Same { value - x } { value - x } on [-3.0..3.0];
+            /// `other - x`. PyTorch: `rsub`.
+            rsub_scalar (x; other = 1.25): Any -> Same { other - x } { other - x } on [-3.0..3.0];
             /// `base` to the power of x. PyTorch: `pow` of a number.
             rpow_scalar (x; base = 1.75): Any -> Same { base.pow(x) } { base.powf(x) } on [-3.0..3.0];
-            /// `value / x`. PyTorch: `value / x`.
-            rdiv_scalar (x; value = 1.25): Float -> Same { value / x } { value / x } on [0.5..3.0];
+            /// `other / x`. PyTorch: `other / x`.
+            rdiv_scalar (x; other = 1.25): Float -> Same { other / x } { other / x } on [0.5..3.0];
             /// A scaled and shifted x. PyTorch: `x * scale + shift`.
             affine (x; scale = -1.5, shift = 0.5) + affine_: Any -> Same
                 { x * scale + shift } { x * scale + shift } on [-3.0..3.0];
-            /// `x + value * a * b`. PyTorch: `addcmul`.
-            addcmul (x, a, b; value = -0.7) + addcmul_: Any -> Same
-                { x + value * a * b } { x + value * a * b } on [-3.0..3.0, -3.0..3.0, -3.0..3.0];
-            /// `x + value * a / b`. PyTorch: `addcdiv`.
-            addcdiv (x, a, b; value = -0.7) + addcdiv_: Float -> Same
-                { x + value * a / b } { x + value * a / b } on [-3.0..3.0, -3.0..3.0, 0.5..3.0];
+            /// `x + value * tensor1 * tensor2`. PyTorch: `addcmul`.
+            addcmul (x, tensor1, tensor2; value = -0.7 or 1.0) + addcmul_: Any -> Same
+                { x + value * tensor1 * tensor2 } { x + value * tensor1 * tensor2 } on [-3.0..3.0, -3.0..3.0, -3.0..3.0];
+            /// `x + value * tensor1 / tensor2`. PyTorch: `addcdiv`.
+            addcdiv (x, tensor1, tensor2; value = -0.7 or 1.0) + addcdiv_: Float -> Same
+                { x + value * tensor1 / tensor2 } { x + value * tensor1 / tensor2 } on [-3.0..3.0, -3.0..3.0, 0.5..3.0];
             /// `x + weight * (end - x)`. PyTorch: `lerp`.
             lerp (x, end; weight = 0.3) + lerp_: Float -> Same
                 { x.lerp(end, weight) } { x + weight * (end - x) } on [-3.0..3.0, -3.0..3.0];
@@ -104,10 +104,10 @@ macro_rules! rows {
             /// `sqrt(x² + other²)` without overflow on the way. PyTorch: `hypot`.
             hypot (x, other) + hypot_: Float -> Same { x.hypot(other) } { x.hypot(other) } on [-3.0..3.0, -3.0..3.0]
                 derivative [x / x.hypot(other), other / x.hypot(other)];
-            /// The angle of the point (x, y), y being this tensor, in radians. PyTorch: `atan2`.
-            atan2 (y, x) + atan2_: Float -> Same { y.atan2(x) } { y.atan2(x) } on [-3.0..3.0, -3.0..3.0]
-                derivative [(x.eq(0.0) * y.eq(0.0)).select(0.0, x / (x.square() + y.square())),
-                    (x.eq(0.0) * y.eq(0.0)).select(0.0, -y / (x.square() + y.square()))];
+            /// The angle of the point (other, x) in radians. PyTorch: `atan2`.
+            atan2 (x, other) + atan2_: Float -> Same { x.atan2(other) } { x.atan2(other) } on [-3.0..3.0, -3.0..3.0]
+                derivative [(other.eq(0.0) * x.eq(0.0)).select(0.0, other / (other.square() + x.square())),
+                    (other.eq(0.0) * x.eq(0.0)).select(0.0, -x / (other.square() + x.square()))];
             /// `log(exp(x) + exp(other))` without overflow. PyTorch: `logaddexp`.
             logaddexp (x, other): Float -> Same
                 { x.logaddexp(other) } { (x.exp() + other.exp()).ln() } on [-3.0..3.0, -3.0..3.0];
@@ -141,20 +141,20 @@ macro_rules! rows {
             bitwise_right_shift (x, other) + bitwise_right_shift_: Integer -> Same
                 { x.shift_right(other) } { (x / other.exp2()).floor() } on [-9999.0..9999.0, 0.0..20.0];
             /// The bits that x and a number have. PyTorch: `bitwise_and`.
-            bitwise_and_scalar (x; value = 21.0) + bitwise_and_scalar_: Integer -> Same
-                { x.bit_and(value) } { (x as i64 & value as i64) as f64 } on [-99.0..99.0];
+            bitwise_and_scalar (x; other = 21.0) + bitwise_and_scalar_: Integer -> Same
+                { x.bit_and(other) } { (x as i64 & other as i64) as f64 } on [-99.0..99.0];
             /// The bits that x or a number has. PyTorch: `bitwise_or`.
-            bitwise_or_scalar (x; value = 21.0) + bitwise_or_scalar_: Integer -> Same
-                { x.bit_or(value) } { (x as i64 | value as i64) as f64 } on [-99.0..99.0];
+            bitwise_or_scalar (x; other = 21.0) + bitwise_or_scalar_: Integer -> Same
+                { x.bit_or(other) } { (x as i64 | other as i64) as f64 } on [-99.0..99.0];
             /// The bits that one of x and a number has. PyTorch: `bitwise_xor`.
-            bitwise_xor_scalar (x; value = 21.0) + bitwise_xor_scalar_: Integer -> Same
-                { x.bit_xor(value) } { (x as i64 ^ value as i64) as f64 } on [-99.0..99.0];
+            bitwise_xor_scalar (x; other = 21.0) + bitwise_xor_scalar_: Integer -> Same
+                { x.bit_xor(other) } { (x as i64 ^ other as i64) as f64 } on [-99.0..99.0];
             /// The bits moved up by a number. PyTorch: `bitwise_left_shift`.
-            bitwise_left_shift_scalar (x; value = 3.0) + bitwise_left_shift_scalar_: Integer -> Same
-                { x.shift_left(value) } { x * value.exp2() } on [-99.0..99.0];
+            bitwise_left_shift_scalar (x; other = 3.0) + bitwise_left_shift_scalar_: Integer -> Same
+                { x.shift_left(other) } { x * other.exp2() } on [-99.0..99.0];
             /// The bits moved down by a number, the sign kept. PyTorch: `bitwise_right_shift`.
-            bitwise_right_shift_scalar (x; value = 3.0) + bitwise_right_shift_scalar_: Integer -> Same
-                { x.shift_right(value) } { (x / value.exp2()).floor() } on [-99.0..99.0];
+            bitwise_right_shift_scalar (x; other = 3.0) + bitwise_right_shift_scalar_: Integer -> Same
+                { x.shift_right(other) } { (x / other.exp2()).floor() } on [-99.0..99.0];
             /// The greatest common divisor, not negative. PyTorch: `gcd`.
             gcd (x, other) + gcd_: Integer -> Same { x.gcd(other) }
                 { (1..100).map(f64::from).filter(|d| x % d == 0.0 && other % d == 0.0).fold(0.0, f64::max) }
@@ -196,7 +196,7 @@ macro_rules! rows {
             rad2deg (x) + rad2deg_: Float -> Same
                 { x * (180.0 / std::f64::consts::PI) } { x.to_degrees() } on [-7.0..7.0];
             /// x with other numbers for NaN and the infinities. PyTorch: `nan_to_num`.
-            nan_to_num (x; nan = 0.5, posinf = 9.0, neginf = -9.0) + nan_to_num_: Any -> Same
+            nan_to_num (x; nan = 0.5 or 0.0, posinf = 9.0, neginf = -9.0) + nan_to_num_: Any -> Same
                 { x.nan_to_num(nan, posinf, neginf) } { x } on [-3.0..3.0];
 
             // ---- exponentials and logarithms ----
@@ -298,9 +298,9 @@ macro_rules! rows {
             /// x, but not above max. PyTorch: `clamp_max`.
             clamp_max (x; max = 0.5) + clamp_max_: Any -> Same
                 { max.lt(x).select(max, x) } { x.min(max) } on [-3.0..3.0];
-            /// a where this tensor is not 0, else b. PyTorch: `where(mask, a, b)`.
-            where_cond (mask, a, b): Any -> Same
-                { mask.select(a, b) } { if mask != 0.0 { a } else { b } } on [-1.0..1.0, -3.0..3.0, -3.0..3.0]
+            /// `input` where this tensor is not 0, else `other`. PyTorch: `where`.
+            where_cond (condition, input, other): Any -> Same
+                { condition.select(input, other) } { if condition != 0.0 { input } else { other } } on [-1.0..1.0, -3.0..3.0, -3.0..3.0]
                 masks [0];
             /// x where the mask is 0, else the value. PyTorch: `masked_fill`.
             masked_fill (x, mask; value = 7.0) + masked_fill_: Any -> Same
@@ -315,17 +315,17 @@ macro_rules! rows {
             relu (x) + relu_: Any -> Same { x.relu() } { x.max(0.0) } on [-3.0..3.0];
             /// `min(max(x, 0), 6)`. PyTorch: `relu6`.
             relu6 (x) + relu6_: Any -> Same { x.hardtanh(0.0, 6.0) } { x.clamp(0.0, 6.0) } on [-3.0..9.0];
-            /// x above 0, `slope * x` below. PyTorch: `leaky_relu`.
-            leaky_relu (x; slope = 0.1) + leaky_relu_: Float -> Same
-                { x.leaky_relu(slope) } { if x > 0.0 { x } else { slope * x } } on [-3.0..3.0];
+            /// x above 0, `negative_slope * x` below. PyTorch: `leaky_relu`.
+            leaky_relu (x; negative_slope = 0.1 or 0.01) + leaky_relu_: Float -> Same
+                { x.leaky_relu(negative_slope) } { if x > 0.0 { x } else { negative_slope * x } } on [-3.0..3.0];
             /// x above 0, `alpha * (exp(x) - 1)` below. PyTorch: `elu`.
-            elu (x; alpha = 1.3) + elu_: Float -> Same
+            elu (x; alpha = 1.3 or 1.0) + elu_: Float -> Same
                 { x.elu(alpha) } { if x > 0.0 { x } else { alpha * x.exp_m1() } } on [-3.0..3.0];
             /// ELU scaled to keep mean and variance. PyTorch: `selu`.
             selu (x) + selu_: Float -> Same { x.selu() }
                 { 1.0507009873554805 * if x > 0.0 { x } else { 1.6732632423543772 * x.exp_m1() } } on [-3.0..3.0];
             /// x above 0, `alpha * (exp(x / alpha) - 1)` below. PyTorch: `celu`.
-            celu (x; alpha = 1.3) + celu_: Float -> Same
+            celu (x; alpha = 1.3 or 1.0) + celu_: Float -> Same
                 { x.gt(0.0).select(x, alpha * (x / alpha).expm1()) }
                 { if x > 0.0 { x } else { alpha * (x / alpha).exp_m1() } } on [-3.0..3.0];
             /// x times the normal distribution's cumulative function. PyTorch: `gelu`.
@@ -342,14 +342,14 @@ macro_rules! rows {
             softplus (x): Float -> Same { x.softplus() } { if x > 20.0 { x } else { x.exp().ln_1p() } } on [-5.0..25.0];
             /// `log(1 + exp(beta * x)) / beta`, and x itself where `beta * x` is above the threshold. PyTorch: `softplus` with
             /// `beta` and `threshold`.
-            softplus_beta (x; beta = 1.5, threshold_at = 6.0): Float -> Same
+            softplus_beta (x; beta = 1.5 or 1.0, threshold_at "threshold" = 6.0 or 20.0): Float -> Same
                 { (beta * x).gt(threshold_at).select(x, (beta * x).exp().log1p() / beta) }
                 { if beta * x > threshold_at { x } else { (beta * x).exp().ln_1p() / beta } } on [-5.0..9.0];
             /// `x / (1 + |x|)`. PyTorch: `softsign`.
             softsign (x): Float -> Same { x / (1.0 + x.abs()) } { x / (1.0 + x.abs()) } on [-3.0..3.0];
             /// x between the bounds; the gradient is 0 on them. PyTorch: `hardtanh`.
-            hardtanh (x; min = -1.0, max = 1.5) + hardtanh_: Any -> Same
-                { x.hardtanh(min, max) } { x.max(min).min(max) } on [-3.0..3.0];
+            hardtanh (x; min_val = -1.0 or -1.0, max_val = 1.5 or 1.0) + hardtanh_: Any -> Same
+                { x.hardtanh(min_val, max_val) } { x.max(min_val).min(max_val) } on [-3.0..3.0];
             /// `min(max(x / 6 + 1/2, 0), 1)`. PyTorch: `hardsigmoid`.
             hardsigmoid (x) + hardsigmoid_: Float -> Same
                 { (x + 3.0).hardtanh(0.0, 6.0) / 6.0 } { ((x + 3.0) / 6.0).clamp(0.0, 1.0) } on [-5.0..5.0];
@@ -360,15 +360,15 @@ macro_rules! rows {
             /// `x - tanh(x)`. PyTorch: `tanhshrink`.
             tanhshrink (x): Float -> Same { x - x.tanh() } { x - x.tanh() } on [-3.0..3.0]
                 derivative [x.tanh().square()];
-            /// x moved towards 0 by lambda, 0 within it. PyTorch: `softshrink`.
-            softshrink (x; lambda = 0.5): Float -> Same
-                { x.gt(lambda).select(x - lambda, x.lt(-lambda).select(x + lambda, x.is_nan().select(x, 0.0))) }
-                { x.signum() * (x.abs() - lambda).max(0.0) } on [-3.0..3.0];
-            /// x, and 0 where |x| is at most lambda. PyTorch: `hardshrink`.
-            hardshrink (x; lambda = 0.5): Float -> Same
-                { x.abs().le(lambda).select(0.0, x) } { if x.abs() > lambda { x } else { 0.0 } } on [-3.0..3.0];
+            /// x moved towards 0 by lambd, 0 within it. PyTorch: `softshrink`.
+            softshrink (x; lambd = 0.5 or 0.5): Float -> Same
+                { x.gt(lambd).select(x - lambd, x.lt(-lambd).select(x + lambd, x.is_nan().select(x, 0.0))) }
+                { x.signum() * (x.abs() - lambd).max(0.0) } on [-3.0..3.0];
+            /// x, and 0 where |x| is at most lambd. PyTorch: `hardshrink`.
+            hardshrink (x; lambd = 0.5 or 0.5): Float -> Same
+                { x.abs().le(lambd).select(0.0, x) } { if x.abs() > lambd { x } else { 0.0 } } on [-3.0..3.0];
             /// x where it is above the threshold, else the value. PyTorch: `threshold`.
-            threshold (x; threshold_at = 0.3, value = -2.0) + threshold_: Any -> Same
+            threshold (x; threshold_at "threshold" = 0.3, value = -2.0) + threshold_: Any -> Same
                 { x.le(threshold_at).select(value, x) } { if x > threshold_at { x } else { value } } on [-3.0..3.0];
 
             // ---- comparisons ----
@@ -385,17 +385,17 @@ macro_rules! rows {
             /// Whether x is greater or equal. PyTorch: `ge`.
             ge (x, other) + ge_: Any -> Bool { x.ge(other) } { (x >= other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
             /// Whether x equals a number. PyTorch: `eq`.
-            eq_scalar (x; value = 0.5) + eq_scalar_: Any -> Bool { x.eq(value) } { (x == value) as u8 as f64 } on [-3.0..3.0];
+            eq_scalar (x; other = 0.5) + eq_scalar_: Any -> Bool { x.eq(other) } { (x == other) as u8 as f64 } on [-3.0..3.0];
             /// Whether x differs from a number. PyTorch: `ne`.
-            ne_scalar (x; value = 0.5) + ne_scalar_: Any -> Bool { x.ne(value) } { (x != value) as u8 as f64 } on [-3.0..3.0];
+            ne_scalar (x; other = 0.5) + ne_scalar_: Any -> Bool { x.ne(other) } { (x != other) as u8 as f64 } on [-3.0..3.0];
             /// Whether x is less than a number. PyTorch: `lt`.
-            lt_scalar (x; value = 0.5) + lt_scalar_: Any -> Bool { x.lt(value) } { (x < value) as u8 as f64 } on [-3.0..3.0];
+            lt_scalar (x; other = 0.5) + lt_scalar_: Any -> Bool { x.lt(other) } { (x < other) as u8 as f64 } on [-3.0..3.0];
             /// Whether x is less than or equal to a number. PyTorch: `le`.
-            le_scalar (x; value = 0.5) + le_scalar_: Any -> Bool { x.le(value) } { (x <= value) as u8 as f64 } on [-3.0..3.0];
+            le_scalar (x; other = 0.5) + le_scalar_: Any -> Bool { x.le(other) } { (x <= other) as u8 as f64 } on [-3.0..3.0];
             /// Whether x is greater than a number. PyTorch: `gt`.
-            gt_scalar (x; value = 0.5) + gt_scalar_: Any -> Bool { x.gt(value) } { (x > value) as u8 as f64 } on [-3.0..3.0];
+            gt_scalar (x; other = 0.5) + gt_scalar_: Any -> Bool { x.gt(other) } { (x > other) as u8 as f64 } on [-3.0..3.0];
             /// Whether x is greater than or equal to a number. PyTorch: `ge`.
-            ge_scalar (x; value = 0.5) + ge_scalar_: Any -> Bool { x.ge(value) } { (x >= value) as u8 as f64 } on [-3.0..3.0];
+            ge_scalar (x; other = 0.5) + ge_scalar_: Any -> Bool { x.ge(other) } { (x >= other) as u8 as f64 } on [-3.0..3.0];
 
             // ---- logic and kinds of numbers ----
             /// Whether both are not 0. PyTorch: `logical_and`.
@@ -426,7 +426,7 @@ macro_rules! rows {
                 { x.is_sign_negative() as u8 as f64 } on [-3.0..3.0];
             /// Whether the two differ by at most `atol + |rtol * other|`, or are equal; NaN is close to NaN where
             /// `equal_nan` is true. PyTorch: `isclose`.
-            isclose (x, other; rtol = 0.25, atol = 0.5, equal_nan = 0.0): Float -> Bool
+            isclose (x, other; rtol = 0.25 or 1e-5, atol = 0.5 or 1e-8, equal_nan = 0.0 or 0.0): Float -> Bool
                 { x.is_close(other, rtol, atol, equal_nan) }
                 { ((x - other).abs() <= atol + rtol * other.abs()) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
         }

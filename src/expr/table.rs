@@ -46,10 +46,14 @@ pub struct Row {
     pub in_place: Option<&'static str>,
     /// How many tensors it takes.
     pub arity: usize,
+    /// The names of these, PyTorch's.
+    pub operands: &'static [&'static str],
     /// The operands that are masks: of any dtype, and without a say in the result's.
     pub masks: &'static [usize],
     /// A value for each of its scalar arguments, for tests.
     pub samples: &'static [f64],
+    /// The names of these, and what they are in a call by name that leaves them out.
+    pub scalars: &'static [(&'static str, Option<f64>)],
     /// What it takes.
     pub accepts: Accepts,
     /// What it gives.
@@ -106,7 +110,7 @@ impl fmt::Debug for Row {
 macro_rules! define {
     ($(
         $(#[doc = $doc:literal])+
-        $name:ident ($($x:ident),+ $(; $($s:ident = $sample:literal),+)?) $(+ $inplace:ident)?: $accepts:ident -> $output:ident
+        $name:ident ($($x:ident),+ $(; $($s:ident $($called:literal)? = $sample:literal $(or $default:literal)?),+)?) $(+ $inplace:ident)?: $accepts:ident -> $output:ident
         { $formula:expr } { $reference:expr } on [$($low:literal..$high:literal),+]
         $(masks $masks:tt)? $(derivative [$($derivative:expr),+])?;
     )*) => {
@@ -121,8 +125,10 @@ macro_rules! define {
                     doc: concat!($($doc),+),
                     in_place: [$(Some(stringify!($inplace)),)? None][0],
                     arity: [$(stringify!($x)),+].len(),
+                    operands: &[$(operand!($x)),+],
                     masks: &[$(masks!($masks))?],
                     samples: &[$($($sample),+)?],
+                    scalars: &[$($(([$($called,)? stringify!($s)][0], [$(Some($default),)? None][0])),+)?],
                     accepts: Accepts::$accepts,
                     output: Output::$output,
                     domain: &[$(($low, $high)),+],
@@ -144,6 +150,16 @@ macro_rules! define {
 
         /// Every elementwise operation, in the order of the documentation.
         pub static ROWS: &[&Row] = &[$(&rows::$name),*];
+    };
+}
+
+/// The tensor whose method it is goes by PyTorch's name for it.
+macro_rules! operand {
+    (x) => {
+        "input"
+    };
+    ($x:ident) => {
+        stringify!($x)
     };
 }
 

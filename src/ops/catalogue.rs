@@ -10,40 +10,41 @@ use std::sync::OnceLock;
 
 use crate::error::Excerpt;
 use crate::expr::table::{Accepts, Output, ROWS, Row};
-use crate::ops::dispatch::arguments::Argument;
+use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 use crate::ops::dispatch::checks::invalid;
 use crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::parameters::{Parameter, Signature, Slots, Value};
 use crate::ops::dispatch::registry::{self, Backend, Implementation, Registration};
 use crate::ops::{elementwise, index, linalg, nn, random, reduce, shape, sort};
 use crate::{Error, Result, Tensor};
 
 /// The lists of all families, in the order of the documentation.
-const FAMILIES: &[&[&[Operation]]] = &[
-    shape::operations::OPERATIONS,
-    random::distributions::OPERATIONS,
-    elementwise::copy::OPERATIONS,
-    elementwise::pointwise::OPERATIONS,
-    nn::softmax::OPERATIONS,
-    reduce::table::OPERATIONS,
-    reduce::statistics::OPERATIONS,
-    reduce::scan::OPERATIONS,
-    sort::OPERATIONS,
-    sort::select::OPERATIONS,
-    index::nonzero::OPERATIONS,
-    index::gather::OPERATIONS,
-    index::scatter::OPERATIONS,
-    index::scatter_reduce::OPERATIONS,
-    index::advanced::OPERATIONS,
-    linalg::matmul::OPERATIONS,
-    linalg::products::OPERATIONS,
-    linalg::einsum::OPERATIONS,
-    linalg::distance::OPERATIONS,
-    nn::attention::OPERATIONS,
-    nn::conv::options::OPERATIONS,
-    nn::pool::OPERATIONS,
-    nn::norm::methods::OPERATIONS,
-    nn::interpolate::OPERATIONS,
-    nn::loss::OPERATIONS,
+const FAMILIES: &[fn() -> Vec<Operation>] = &[
+    shape::operations::operations,
+    random::distributions::operations,
+    elementwise::copy::operations,
+    elementwise::pointwise::operations,
+    nn::softmax::operations,
+    reduce::table::operations,
+    reduce::statistics::operations,
+    reduce::scan::operations,
+    sort::operations,
+    sort::select::operations,
+    index::nonzero::operations,
+    index::gather::operations,
+    index::scatter::operations,
+    index::scatter_reduce::operations,
+    index::advanced::operations,
+    linalg::matmul::operations,
+    linalg::products::operations,
+    linalg::einsum::operations,
+    linalg::distance::operations,
+    nn::attention::operations,
+    nn::conv::options::operations,
+    nn::pool::operations,
+    nn::norm::methods::operations,
+    nn::interpolate::operations,
+    nn::loss::operations,
 ];
 
 /// PyTorch's name in a row's documentation: the text between the first backquotes after "PyTorch:".
@@ -60,20 +61,25 @@ fn of_row(row: &'static Row) -> impl Iterator<Item = Operation> {
     };
     let takes = if row.accepts == Accepts::Integer { Dtypes::Integers } else { Dtypes::All };
     let torch = torch_name(row);
-    let (max_tensors, max_arguments) = (row.arity, row.samples.len());
-    let entry = |name, kind, call| Operation {
+    let tensor = |name: &&'static str| Parameter::new(name, ParameterKind::Tensor, None);
+    // Whole numbers are integers, which leave the dtype of integers as it is.
+    let number = |x: f64| if x.fract() == 0.0 { Argument::Int(x as i64) } else { Argument::Float(x) };
+    let scalar = |(name, default): &(&'static str, Option<f64>)| {
+        Parameter::new(name, ParameterKind::Scalar, default.map(number))
+    };
+    let parameters: Vec<Parameter> = row.operands.iter().map(tensor).chain(row.scalars.iter().map(scalar)).collect();
+    let entry = move |name, kind, call| Operation {
         name,
         torch,
         kind,
         takes,
         gives,
-        max_tensors,
-        max_arguments,
+        parameters: parameters.clone(),
         differentiable: false,
         call,
     };
-    let in_place = row.in_place.map(|name| entry(name, Kind::InPlace, Call::RowInPlace(row)));
-    std::iter::once(entry(row.name, Kind::Elementwise, Call::Row(row))).chain(in_place)
+    std::iter::once(entry(row.name, Kind::Elementwise, Call::Row(row)))
+        .chain(row.in_place.map(|name| entry(name, Kind::InPlace, Call::RowInPlace(row))))
 }
 
 /// Every public operation.
@@ -83,10 +89,11 @@ fn of_row(row: &'static Row) -> impl Iterator<Item = Operation> {
 /// let relu = operations().iter().find(|op| op.name == "relu").unwrap();
 /// assert!(relu.kind == Kind::Elementwise && relu.is_differentiable());
 /// ```
+#[doc = include_str!("../../docs/operations.md")]
 pub fn operations() -> &'static [Operation] {
     static ALL: OnceLock<Vec<Operation>> = OnceLock::new();
     ALL.get_or_init(|| {
-        let mut all: Vec<Operation> = FAMILIES.iter().copied().flatten().copied().flatten().cloned().collect();
+        let mut all: Vec<Operation> = FAMILIES.iter().flat_map(|family| family()).collect();
         all.extend(ROWS.iter().copied().flat_map(of_row));
         for &(name, row) in elementwise::pointwise::ALIASES {
             let same = all.iter().find(|op| op.name == row).expect("aliases name rows");
@@ -101,6 +108,11 @@ pub fn operations() -> &'static [Operation] {
 pub(crate) fn find(name: &str) -> Option<&'static Operation> {
     static BY_NAME: OnceLock<HashMap<&'static str, &'static Operation>> = OnceLock::new();
     BY_NAME.get_or_init(|| operations().iter().map(|op| (op.name, op)).collect()).get(name).copied()
+}
+
+/// How the built-in operation of this name is called: what it takes, of which kinds, and the defaults. [`operations`] has the names.
+pub fn signature(name: &str) -> Option<Signature<'static>> {
+    find(name).map(Operation::signature)
 }
 
 /// Adds an operation of your own under `name`, or replaces one that is built in, for all devices of a backend.
@@ -126,39 +138,81 @@ pub fn register(name: &'static str, backend: Backend, implementation: Implementa
     registry::insert(name, backend, implementation, built_in)
 }
 
-/// The operation `name` on tensors and arguments (those of the method, in its order): one that is built in
-/// ([`operations`](crate::ops::operations) lists them) or one that was [`register`]ed.
+/// The operation `name` on tensors and arguments by position, in the order of its [`signature`]: one that is built in
+/// ([`operations`] lists them) or one that was [`register`]ed. `None` stands for a tensor that is left out, [`Argument::None`] for an
+/// argument; at the end both are just left out. What is left out has its default. `call::<&Tensor>` is for no tensors at all.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
 /// let x = Tensor::ones(&[2, 3], Device::Cpu)?;
 /// let y = ops::call("add_scalar", &[&x], &[2.0.into()])?.remove(0);
 /// assert_eq!(y.to_vec::<f32>()?, [3.0; 6]);
+/// let bias = Tensor::full(3, 0.5, Device::Cpu)?;
+/// let y = ops::call("layer_norm", &[Some(&x), None, Some(&bias)], &[3.into()])?.remove(0);
+/// assert_eq!(y.to_vec::<f32>()?, [0.5; 6]);
+/// let zeros = ops::call::<&Tensor>("zeros", &[], &[(&[2, 3]).into()])?.remove(0);
+/// assert!(zeros.equal(&x.zeros_like()?)?);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
 /// # Errors
-/// Those of the operation; [`Error::Invalid`] for a name that nobody knows on that device, and for arguments that do not
-/// fit.
-pub fn call(name: &str, tensors: &[&Tensor], arguments: &[Argument]) -> Result<Vec<Tensor>> {
+/// Those of the operation; [`Error::Invalid`] for a name that nobody knows on that device, and, with the signature, for what
+/// does not fit it.
+pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
+    name: &str,
+    tensors: &[T],
+    arguments: &[Argument],
+) -> Result<Vec<Tensor>> {
+    let tensors: Slots = tensors.iter().map(|&t| t.into()).collect();
     if let Some(operation) = find(name) {
-        return operation.run(tensors, arguments);
+        return operation.run(&tensors, arguments);
     }
-    let Some(first) = tensors.first() else {
+    let Some(first) = tensors.iter().flatten().next() else {
         return Err(Error::invalid(
             "call",
-            format!("there is no built-in operation {name}, and no tensor names a device"),
+            format!("there is no built-in operation {}, and no tensor names a device", Excerpt(name)),
         ));
     };
     let backend = Backend::from(first.device());
     match registry::registered(name, backend) {
-        Some(name) => registry::replacement(name, tensors, || arguments.to_vec())?.ok_or_else(|| {
-            Error::invalid("call", format!("{name} calls itself, and nothing is built in under that name"))
+        Some(name) => registry::replacement(name, &tensors, || arguments.to_vec())?.ok_or_else(|| {
+            let reason =
+                "calls itself, or has to do without a tensor before others, and nothing is built in under that name";
+            Error::invalid("call", format!("{name} {reason}"))
         }),
         None => Err(Error::invalid(
             "call",
             format!("there is no operation {} for {backend:?}: see operations()", Excerpt(name)),
         )),
+    }
+}
+
+/// [`call`] with parameters by name, as Python has them: leading tensors by position, then whatever else there is to say, tensors
+/// too. What is left out has its default.
+///
+/// ```
+/// use claystone::{Device, Tensor, ops};
+/// let (x, bias) = (Tensor::ones(&[2, 3], Device::Cpu)?, Tensor::full(3, 0.5, Device::Cpu)?);
+/// let y = ops::call_named("layer_norm", &[&x], &[("normalized_shape", 3.into()), ("bias", (&bias).into())])?.remove(0);
+/// assert_eq!(y.to_vec::<f32>()?, [0.5; 6]);
+/// let error = ops::call_named("softmax", &[&x], &[("axis", 1.into())]).unwrap_err();
+/// assert_eq!(error.to_string(), "softmax: it has no parameter axis: softmax(input, dim: int)");
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`call`]; [`Error::Invalid`] for a name that the operation does not have and one that is given twice, and for operations
+/// that were registered under a name of their own, whose parameters have none.
+pub fn call_named(name: &str, tensors: &[&Tensor], named: &[(&str, Value)]) -> Result<Vec<Tensor>> {
+    match find(name) {
+        Some(operation) => {
+            let (tensors, arguments) = operation.signature().by_position(tensors, named)?;
+            operation.run(&tensors, &arguments)
+        }
+        None => {
+            invalid!("call_named" if !named.is_empty(), "{} is no built-in operation, its parameters have no names", Excerpt(name));
+            call(name, tensors, &[])
+        }
     }
 }
 
@@ -168,8 +222,14 @@ pub fn operations_markdown() -> String {
         "# Operations\n\n\
          Every public operation, on the CPU and on every OpenCL device (f64 where the device has it), through any strides.\n\
          The tables are made from the code by `claystone operations`, and every line is run by a test on both.\n\
-         Floats are f32, f16, bf16 and f64; integers are i64, i32, u8 and u32.\n",
+         Floats are f32, f16, bf16 and f64; integers are i64, i32, u8 and u32.\n\n\
+         `ops::call` takes tensors and arguments in the order of the signature, `ops::call_named` by their names. A tensor is its\n\
+         name alone, `bias?` may be left out, `*tensors` are any number of them, after all others by position. An argument has\n\
+         a kind and, where it may be left out, a default; after a kind a `?` says that the operation chooses it:\n\n",
     );
+    for kind in ParameterKind::ALL.iter().filter(|k| !matches!(k, ParameterKind::Tensor | ParameterKind::Tensors)) {
+        _ = writeln!(page, "- `{}`: {}", kind.name(), kind.wanted());
+    }
     for &(kind, title) in Kind::ALL {
         let mut of_kind = operations().iter().filter(|op| op.kind == kind).peekable();
         if of_kind.peek().is_none() {
@@ -181,7 +241,13 @@ pub fn operations_markdown() -> String {
         );
         for op in of_kind {
             let gradient = if op.is_differentiable() { "yes" } else { "no" };
-            _ = writeln!(page, "| `{}` | `{}` | {} | cpu, opencl | {gradient} |", op.name, op.torch, op.takes.name());
+            _ = writeln!(
+                page,
+                "| `{}` | `{}` | {} | cpu, opencl | {gradient} |",
+                op.signature(),
+                op.torch,
+                op.takes.name()
+            );
         }
     }
     page

@@ -100,7 +100,7 @@ pub fn cases() -> Vec<Case> {
     ] {
         for causal in [false, true] {
             cases.push(
-                (whole(q, k, v).arg(causal)).gives(move |x| vec![attention([&x[0], &x[1], &x[2]], None, causal, None)]),
+                (whole(q, k, v).arg(0.0).arg(causal)).gives(move |x| vec![attention([&x[0], &x[1], &x[2]], None, causal, None)]),
             );
         }
     }
@@ -109,32 +109,32 @@ pub fn cases() -> Vec<Case> {
             let whole = whole(&[2, 2, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 3]);
             let whole = if kind == Mask::Keep { whole.mask(mask) } else { whole.input(mask) };
             let mask_of = move |x: &[ArrayD<f64>]| attention([&x[0], &x[1], &x[2]], Some((&x[3], kind)), causal, None);
-            cases.push(whole.arg(causal).gives(move |x| vec![mask_of(x)]));
+            cases.push(whole.arg(0.0).arg(causal).gives(move |x| vec![mask_of(x)]));
         }
     }
     cases.push(
-        (whole(&[3, 4], &[5, 4], &[5, 4]).arg(false).arg(0.3))
+        (whole(&[3, 4], &[5, 4], &[5, 4]).arg(0.0).arg(false).arg(0.3))
             .gives(|x| vec![attention([&x[0], &x[1], &x[2]], None, false, Some(0.3))]),
     );
-    let grouped = whole(&[2, 6, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 4]).arg(true).arg(0.5).arg(true);
+    let grouped = whole(&[2, 6, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 4]).arg(0.0).arg(true).arg(0.5).arg(true);
     cases.push(
         grouped.gives(|x| vec![attention([&x[0], &repeated(&x[1], 3), &repeated(&x[2], 3)], None, true, Some(0.5))]),
     );
     let grouped = whole(&[2, 4, 3, 2], &[2, 2, 3, 2], &[2, 2, 3, 2]).mask(&[2, 4, 1, 3]);
-    cases.push(grouped.arg(false).arg(1).arg(true).gives(|x| {
+    cases.push(grouped.arg(0.0).arg(false).arg(1).arg(true).gives(|x| {
         let (k, v) = (repeated(&x[1], 2), repeated(&x[2], 2));
         vec![attention([&x[0], &k, &v], Some((&x[3], Mask::Keep)), false, Some(1.0))]
     }));
     for (shape, heads) in [(&[2, 5, 24][..], 2), (&[3, 6], 1), (&[2, 2, 3, 12], 4), (&[0, 5, 12], 2), (&[2, 17, 6], 2)]
     {
         for causal in [false, true] {
-            cases.push((case("packed_attention").input(shape).arg(heads).arg(causal).tolerance(4.0)).gives(move |x| {
+            cases.push((case("packed_attention").input(shape).arg(heads).arg(0.0).arg(causal).tolerance(4.0)).gives(move |x| {
                 let [q, k, v] = parts(&x[0], heads);
                 vec![joined(attention([&q, &k, &v], None, causal, None))]
             }));
         }
     }
-    let masked = case("packed_attention").input(&[2, 5, 12]).mask(&[2, 1, 1, 5]).arg(2).arg(true).tolerance(4.0);
+    let masked = case("packed_attention").input(&[2, 5, 12]).mask(&[2, 1, 1, 5]).arg(2).arg(0.0).arg(true).tolerance(4.0);
     cases.push(masked.gives(|x| {
         let [q, k, v] = parts(&x[0], 2);
         vec![joined(attention([&q, &k, &v], Some((&x[1], Mask::Keep)), true, None))]

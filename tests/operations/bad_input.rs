@@ -4,7 +4,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use claystone::ops::{self, Argument, Kind, Operation};
+use claystone::ops::{self, Argument, Kind};
 use claystone::{DType, Device, Result, Tensor};
 
 use crate::harness::{Case, case};
@@ -136,13 +136,13 @@ impl Random {
     }
 }
 
-struct Call {
-    op: &'static Operation,
+struct Call<'a> {
+    case: &'a Case,
     tensors: Vec<Tensor>,
     arguments: Vec<Argument>,
 }
 
-impl Call {
+impl Call<'_> {
     fn change(&mut self, random: &mut Random, device: Device) -> Result<()> {
         let (tensors, arguments) = (self.tensors.len(), self.arguments.len());
         match random.below(12) {
@@ -173,12 +173,12 @@ impl Call {
 
     /// What happens, results' gradients included.
     fn run(&self) -> Result<()> {
-        let tracked = |t: &Tensor| match t.dtype().is_float() && self.op.kind != Kind::InPlace {
+        let tracked = |t: &Tensor| match t.dtype().is_float() && self.case.op.kind != Kind::InPlace {
             true => t.detach().requires_grad_(true),
             false => Ok(t.shallow_clone()),
         };
         let tensors = self.tensors.iter().map(tracked).collect::<Result<Vec<_>>>()?;
-        let outs = ops::call(self.op.name, &tensors.iter().collect::<Vec<_>>(), &self.arguments)?;
+        let outs = ops::call(self.case.op.name, &self.case.slots(&tensors), &self.arguments)?;
         for out in outs {
             // What was expanded to any size is not computed with.
             if out.numel() < 1 << 16 {
@@ -195,7 +195,7 @@ impl Call {
         let shapes: Vec<String> = (self.tensors.iter())
             .map(|t| format!("{} {} {:?} + {}", t.dtype(), t.shape(), t.strides(), t.offset()))
             .collect();
-        format!("{}({}; {:?})", self.op.name, shapes.join(", "), self.arguments)
+        format!("{}({}; {:?})", self.case.op.name, shapes.join(", "), self.arguments)
     }
 }
 
@@ -217,7 +217,7 @@ fn provoke(cases: Vec<Case>, device: Device, calls: usize) -> (Vec<String>, usiz
         let mut random = Random(case.op.name.bytes().fold(7, |seed, b| (seed * 31 + u64::from(b)) & 0xffff_ffff));
         for _ in 0..calls {
             let (tensors, arguments) = case.parts(random.below(60), device).expect("a right call");
-            let mut call = Call { op: case.op, tensors, arguments };
+            let mut call = Call { case, tensors, arguments };
             for _ in 0..=random.below(3) {
                 call.change(&mut random, device).unwrap_or_else(|e| panic!("{}: {e}", call.describe()));
             }

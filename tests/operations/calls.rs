@@ -1,10 +1,17 @@
-//! Calls by name with more than the operation takes: nothing is ignored, and nothing happens.
+//! Calls by name: what does not fit a signature is refused with it, nothing is ignored, and parameters by their names are those by
+//! position.
 
-use claystone::ops::{self, Argument, Kind};
-use claystone::{Device, Tensor};
+use claystone::ops::{self, Argument, Attention, Kind, Operation, ParameterKind, Value};
+use claystone::{AvgPoolOptions, BatchNormOptions, ConvOptions, CrossEntropy, DType, Device, Tensor};
 
 use crate::bad_input::rows;
 use crate::common::f64s;
+
+/// The most tensors, `None` where it is any number.
+fn most_tensors(op: &Operation) -> Option<usize> {
+    let listed = op.signature().tensors().any(|p| p.kind == ParameterKind::Tensors);
+    (!listed).then(|| op.signature().tensors().count())
+}
 
 #[test]
 fn what_an_operation_does_not_take_is_refused() {
@@ -15,7 +22,7 @@ fn what_an_operation_does_not_take_is_refused() {
         let op = case.op;
         let (tensors, arguments) = case.parts(0, Device::Cpu).unwrap();
         let before = tensors.first().map(f64s);
-        let refuse = |tensors: &[&Tensor], arguments: &[Argument], why: &str| {
+        let refuse = |tensors: &[Option<&Tensor>], arguments: &[Argument], why: &str| {
             let what = format!("{} of {} tensors and {arguments:?}", op.name, tensors.len());
             let message = match ops::call(op.name, tensors, arguments) {
                 Ok(_) => panic!("{what} is answered"),
@@ -23,27 +30,247 @@ fn what_an_operation_does_not_take_is_refused() {
             };
             assert!(message.contains(why), "{what}: {message}");
             if op.kind == Kind::InPlace {
-                assert_eq!(tensors.first().map(|t| f64s(t)), before, "{what} has changed the tensor");
+                assert_eq!(tensors[0].map(f64s), before, "{what} has changed the tensor");
             }
         };
-        let mut more: Vec<&Tensor> = tensors.iter().collect();
-        while op.max_tensors != usize::MAX && more.len() <= op.max_tensors {
-            more.push(&odd);
-            if more.len() > op.max_tensors {
+        let given = case.slots(&tensors);
+        let mut more = given.clone();
+        while most_tensors(op).is_some_and(|most| more.len() <= most) {
+            more.push(Some(&odd));
+            if Some(more.len()) > most_tensors(op) {
                 refuse(&more, &arguments, "at most");
             } else if tensors[0].numel() > 1 {
                 refuse(&more, &arguments, "");
             }
         }
-        let tensors: Vec<&Tensor> = tensors.iter().collect();
-        for given in arguments.len()..op.max_arguments {
+        let most = op.signature().arguments().count();
+        for count in arguments.len()..most {
             let mut more = arguments.clone();
-            more.resize(given, Argument::None);
+            more.resize(count, Argument::None);
             more.push(nonsense.clone());
-            refuse(&tensors, &more, "");
+            refuse(&given, &more, "");
         }
         let mut more = arguments.clone();
-        more.resize(op.max_arguments + 1, Argument::None);
-        refuse(&tensors, &more, "at most");
+        more.resize(most + 1, Argument::None);
+        refuse(&given, &more, "at most");
     }
+}
+
+/// All of a call by name but the tensors of a list, in the opposite order.
+fn named<'a>(
+    op: &'static Operation,
+    tensors: &[Option<&'a Tensor>],
+    list: &'a [&'a Tensor],
+    arguments: &[Argument],
+) -> Vec<(&'static str, Value<'a>)> {
+    let listed = op.signature().tensors().filter(|p| p.kind == ParameterKind::Tensors).map(|p| (p.name, list.into()));
+    let single = op.signature().tensors().filter(|p| p.kind == ParameterKind::Tensor);
+    let single = single.zip(tensors).map(|(p, &t)| (p.name, t.into()));
+    let arguments = op.signature().arguments().zip(arguments).map(|(p, a)| (p.name, a.clone().into()));
+    let mut all: Vec<_> = single.chain(listed).chain(arguments).collect();
+    all.reverse();
+    all
+}
+
+#[test]
+fn parameters_by_their_names_are_those_by_position() {
+    let (mut answered, cases) = (0, crate::all_cases().into_iter().chain(rows()).collect::<Vec<_>>());
+    for (k, case) in cases.iter().enumerate() {
+        let op = case.op;
+        let results = |by_name: bool| {
+            let (tensors, arguments) = case.parts(k, Device::Cpu).unwrap();
+            let slots = case.slots(&tensors);
+            let single = op.signature().tensors().filter(|p| p.kind == ParameterKind::Tensor).count().min(slots.len());
+            let list: Vec<&Tensor> = slots[single..].iter().copied().flatten().collect();
+            let results = || match by_name {
+                true => ops::call_named(op.name, &[], &named(op, &slots[..single], &list, &arguments)),
+                false => ops::call(op.name, &slots, &arguments),
+            };
+            ops::with_generator(&ops::Generator::new(7), results).map_err(|e| e.to_string())
+        };
+        let (by_name, by_position) = match (results(true), results(false)) {
+            (Ok(by_name), Ok(by_position)) => (by_name, by_position),
+            // Integers divided by zero, for example.
+            (by_name, by_position) => {
+                assert_eq!(by_name.unwrap_err(), by_position.unwrap_err());
+                continue;
+            }
+        };
+        answered += 1;
+        for (a, b) in by_name.iter().zip(&by_position) {
+            assert_eq!((a.shape(), a.dtype()), (b.shape(), b.dtype()), "{}", op.name);
+            let same = op.name.starts_with("empty") || f64s(a).mapv(f64::to_bits) == f64s(b).mapv(f64::to_bits);
+            assert!(same, "{}: {a} by name, {b} by position", op.signature());
+        }
+    }
+    assert!(answered > cases.len() * 9 / 10, "{answered} of {} calls are answered", cases.len());
+}
+
+#[test]
+fn a_call_that_does_not_fit_says_how_the_operation_is_called() {
+    let x = &Tensor::ones(&[2, 3], Device::Cpu).unwrap();
+    let says = |reason: &str, name: &str, tensors: &[&Tensor], named: &[(&str, Value)]| {
+        let message = ops::call_named(name, tensors, named).unwrap_err().to_string();
+        let signature = ops::signature(name).unwrap();
+        assert_eq!(message, format!("{name}: {reason}: {signature}"));
+    };
+    says("it has no parameter axis", "softmax", &[x], &[("axis", 1.into())]);
+    says("dim, an integer, is missing", "softmax", &[x], &[]);
+    says("dim is given twice", "softmax", &[x], &[("dim", 1.into()), ("dim", 1.into())]);
+    says("input is given twice", "softmax", &[x], &[("input", x.into()), ("dim", 1.into())]);
+    says("tensors is given twice", "cat", &[x], &[("tensors", [x].as_slice().into())]);
+    says("dim is a tensor and should be an integer", "softmax", &[x], &[("dim", x.into())]);
+    says("dim is \"first\" and should be an integer", "softmax", &[x], &[("dim", "first".into())]);
+    says("other is 2 and should be a tensor", "add", &[x], &[("other", 2.into())]);
+    says("other is a list of tensors and should be a tensor", "add", &[x], &[("other", [x].as_slice().into())]);
+    says("other, a tensor, is missing", "add", &[x], &[]);
+    says("other, a tensor, is missing", "add", &[x], &[("other", None::<&Tensor>.into())]);
+    says("it takes at most 2 tensors and was called with 3", "add", &[x; 3], &[]);
+    says(
+        "reduction is \"max\" and should be mean, sum, batchmean or none",
+        "mse_loss",
+        &[x; 2],
+        &[("reduction", "max".into())],
+    );
+    let gap = ops::call("cat", &[Some(x), None], &[]).unwrap_err().to_string();
+    assert_eq!(gap, "cat: in a list of tensors none can be left out: cat(*tensors, dim: int = 0)");
+    let unknown = ops::call_named("no_such_operation", &[x], &[("dim", 1.into())]).unwrap_err().to_string();
+    assert!(unknown.contains("no_such_operation"), "{unknown}");
+}
+
+#[test]
+fn what_is_left_out_has_the_default() {
+    let arange = |shape: &[usize]| {
+        let count: usize = shape.iter().product();
+        Tensor::arange(0, count as i64, 1, Device::Cpu).unwrap().reshape(shape).unwrap().sin().unwrap()
+    };
+    let (images, kernel, x) = (&arange(&[2, 3, 8, 8]), &arange(&[4, 3, 3, 3]), &arange(&[2, 3, 4]));
+    let (bias, weight, labels) =
+        (&arange(&[4]), &arange(&[3]), &Tensor::from_slice(&[2i64, -100], 2, Device::Cpu).unwrap());
+    let (mean, var) = (&arange(&[3]), &arange(&[3]).square().unwrap());
+    let batch = BatchNormOptions {
+        running_mean: Some(mean),
+        running_var: Some(var),
+        bias: Some(weight),
+        momentum: 0.1,
+        eps: 1e-5,
+        ..BatchNormOptions::default()
+    };
+    let mask = &arange(&[3, 3]);
+    let masked = Attention { attn_mask: Some(mask), ..Attention::default() };
+    let logits = &arange(&[2, 3]);
+    let is = |name: &str, tensors: &[&Tensor], named: &[(&str, Value)], right: claystone::Result<Tensor>| {
+        let (y, right) = (ops::call_named(name, tensors, named).unwrap().remove(0), right.unwrap());
+        assert!(y.dtype() == right.dtype() && y.equal(&right).unwrap(), "{name}: {y} instead of {right}");
+    };
+    is("conv2d", &[images, kernel], &[], images.conv2d(kernel, None, ConvOptions::default()));
+    is(
+        "layer_norm",
+        &[x],
+        &[("normalized_shape", 4.into()), ("bias", bias.into())],
+        x.layer_norm(&[4], None, Some(bias), 1e-5),
+    );
+    is("rms_norm", &[x], &[("normalized_shape", 4.into())], x.rms_norm(&[4], None, None));
+    is("batch_norm", &[x, mean, var], &[("bias", weight.into())], x.batch_norm(batch));
+    is("avg_pool2d", &[images], &[("kernel_size", 2.into())], images.avg_pool2d([2, 2], AvgPoolOptions::default()));
+    is(
+        "scaled_dot_product_attention",
+        &[x; 3],
+        &[("attn_mask", mask.into())],
+        x.scaled_dot_product_attention(x, x, masked),
+    );
+    is("cross_entropy", &[logits, labels], &[], logits.cross_entropy_with(labels, CrossEntropy::default()));
+    is("leaky_relu", &[x], &[], x.leaky_relu(0.01));
+    is("add_alpha", &[x, x], &[], x.add(x));
+    is("sum", &[x], &[], x.sum((), false));
+    is("var", &[x], &[("dim", (&[0, 2]).into())], x.var(&[0, 2], 1, false));
+    is("roll", &[x], &[("shifts", 2.into())], x.roll(&[2], &[]));
+    is("stack", &[x, x], &[], Tensor::stack(&[x, x], 0));
+    is("slice", &[x], &[("dim", 1.into()), ("end", 2.into())], x.slice(1, None, 2, 1));
+    is("zeros", &[], &[("size", (&[2, 3]).into())], Tensor::zeros(&[2, 3], Device::Cpu));
+    is(
+        "arange",
+        &[],
+        &[("end", 5.into()), ("dtype", DType::I64.into())],
+        Tensor::arange(0, 5, 1, (DType::I64, Device::Cpu)),
+    );
+    is("pad", &[x], &[("pad", (&[1, 2]).into())], x.pad(&[1, 2], claystone::PadMode::Constant(0.into())));
+}
+
+/// Parameters that PyTorch's operation does not have, or has in another form.
+const OWN: [(&str, &str); 12] = [
+    ("avg_pool1d", "divisor_override"),
+    ("count_nonzero", "keepdim"),
+    ("einsum", "operands"),
+    ("eye", "size"),
+    ("index_put", "dims"),
+    ("index_put_", "dims"),
+    ("packed_attention", "heads"),
+    ("packed_attention", "input"),
+    ("rot90", "dim0"),
+    ("rot90", "dim1"),
+    ("rpow_scalar", "base"),
+    ("tensordot", "dims_b"),
+];
+
+/// Operations some of whose parameters must be given, which are `None` by default in PyTorch.
+const EXPLICIT: [&str; 14] = [
+    "clamp",
+    "clamp_",
+    "clamp_tensor",
+    "clamp_tensor_",
+    "interpolate",
+    "logit_eps",
+    "logit_eps_",
+    "nan_to_num",
+    "nan_to_num_",
+    "nanquantile",
+    "one_hot",
+    "quantile",
+    "repeat_interleave_tensor",
+    "softmin",
+];
+
+/// Whether a default is what Python prints as `text`.
+fn same(default: &Argument, text: &str) -> bool {
+    match default {
+        Argument::Int(0) if text == "False" => true, // a switch among the numbers of a formula
+        Argument::Int(x) => text.parse() == Ok(*x as f64),
+        Argument::Float(x) => text.parse() == Ok(*x),
+        Argument::Text(x) => x == text,
+        other => other.to_string().eq_ignore_ascii_case(text),
+    }
+}
+
+#[test]
+fn names_and_defaults_are_pytorchs() {
+    let lines = include_str!("../data/signatures.txt").lines().filter_map(|line| line.split_once(": "));
+    let lines: Vec<(&str, &str)> = lines.collect();
+    let mut wrong = Vec::new();
+    for op in ops::operations() {
+        let all: Vec<&str> =
+            lines.iter().filter(|(name, _)| *name == op.torch).flat_map(|(_, all)| all.split(' ')).collect();
+        for p in op.signature().parameters.iter().filter(|_| !all.is_empty()) {
+            let (name, mut defaults) = (p.name, Vec::new());
+            for pytorchs in &all {
+                match pytorchs.split_once('=') {
+                    None if *pytorchs == name => defaults.push(None),
+                    Some((other, default)) if other == name => defaults.push(Some(default)),
+                    _ => {}
+                }
+            }
+            let given: Vec<&str> = defaults.iter().copied().flatten().collect();
+            let right = match &p.default {
+                None => defaults.contains(&None) || (!defaults.is_empty() && EXPLICIT.contains(&op.name)),
+                Some(Argument::None) => !defaults.is_empty(),
+                Some(default) => {
+                    !defaults.is_empty() && (given.is_empty() || given.iter().any(|d| *d == "None" || same(default, d)))
+                }
+            };
+            if right == OWN.contains(&(op.name, name)) {
+                wrong.push(format!("({:?}, {name:?}), {p}: {defaults:?}", op.name));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }

@@ -40,14 +40,20 @@ enum More {
     Switch(bool),
     Poisson(bool, bool, f64),
     Gaussian(bool),
+    /// The third tensor is left out.
+    NoThird,
 }
 
 fn pointwise(name: &'static str, ranges: &[(f64, f64)], more: More, f: Pointwise) -> Vec<Case> {
     let mut cases = Vec::new();
     for (how, shape) in [("mean", &[3, 5][..]), ("sum", &[7]), ("none", &[2, 3]), ("mean", &[0, 3]), ("none", &[0]), ("mean", &[]), ("batchmean", &[4, 3]), ("batchmean", &[])] {
-        let made = ranges.iter().fold(case(name), |c, &(a, b)| c.input_in(shape, a..b));
+        let next = |c: Case, (k, &(a, b)): (usize, &(f64, f64))| {
+            let c = if k == 2 && matches!(more, More::NoThird) { c.none() } else { c };
+            c.input_in(shape, a..b)
+        };
+        let made = ranges.iter().enumerate().fold(case(name), next);
         let made = match more {
-            More::Nothing => made.arg(how),
+            More::Nothing | More::NoThird => made.arg(how),
             More::Number(x) => made.arg(x).arg(how),
             More::Switch(on) => made.arg(how).arg(on),
             More::Poisson(log, full, eps) => made.arg(log).arg(full).arg(eps).arg(how),
@@ -211,16 +217,16 @@ pub fn cases() -> Vec<Case> {
         pointwise("binary_cross_entropy", &[part, (0.0, 1.0), any], More::Nothing, |x| {
             -(x[1] * x[0].ln() + (1.0 - x[1]) * (1.0 - x[0]).ln()) * x[2]
         }),
-        pointwise("binary_cross_entropy_with_logits", &[any, (0.0, 1.0)], More::Switch(false), |x| {
+        pointwise("binary_cross_entropy_with_logits", &[any, (0.0, 1.0)], More::Nothing, |x| {
             softplus(x[0]) - x[1] * x[0]
         }),
-        pointwise("binary_cross_entropy_with_logits", &[any, (0.0, 1.0), any], More::Switch(false), |x| {
+        pointwise("binary_cross_entropy_with_logits", &[any, (0.0, 1.0), any], More::Nothing, |x| {
             (softplus(x[0]) - x[1] * x[0]) * x[2]
         }),
-        pointwise("binary_cross_entropy_with_logits", &[any, (0.0, 1.0), (0.5, 2.0)], More::Switch(true), |x| {
+        pointwise("binary_cross_entropy_with_logits", &[any, (0.0, 1.0), (0.5, 2.0)], More::NoThird, |x| {
             (1.0 - x[1]) * softplus(x[0]) + x[2] * x[1] * softplus(-x[0])
         }),
-        pointwise("binary_cross_entropy_with_logits", &[any, (0.0, 1.0), any, (0.5, 2.0)], More::Switch(true), |x| {
+        pointwise("binary_cross_entropy_with_logits", &[any, (0.0, 1.0), any, (0.5, 2.0)], More::Nothing, |x| {
             ((1.0 - x[1]) * softplus(x[0]) + x[3] * x[1] * softplus(-x[0])) * x[2]
         }),
         pointwise("kl_div", &[any, part], More::Switch(false), |x| x[1] * (x[1].ln() - x[0])),

@@ -76,9 +76,19 @@ fn instance(shape: &[usize], given: usize) -> Case {
     })
 }
 
+/// A bias without a weight.
+fn biased(name: &str, shape: &[usize], arguments: &[Argument]) -> Case {
+    let made = case(name).input(shape).none().input(&shape[1..2]);
+    arguments.iter().fold(made, |c, a| c.arg(a.clone())).gives(|x| {
+        let (all, channels) = (x[0].ndim() == 2, x[0].shape()[1]);
+        let y = normal(&x[0], 1e-5, false, |at| if all { at[0] } else { at[0] * channels + at[1] });
+        vec![ArrayD::from_shape_fn(y.raw_dim(), |at| y[&at] + x[1][[at[1]]])]
+    })
+}
+
 fn training(shape: &[usize], given: usize) -> Case {
-    let made = (0..given).fold(case("batch_norm").input(shape), |c, _| c.input(&shape[1..2]));
-    made.arg(true).arg(Argument::None).arg(1e-5).gives(move |x| {
+    let made = (0..given).fold(case("batch_norm").input(shape).none().none(), |c, _| c.input(&shape[1..2]));
+    made.arg(true).arg(0.1).arg(1e-5).gives(move |x| {
         let y = normal(&x[0], 1e-5, false, |at| at[1]);
         affine(y, &x[1..], |at| vec![at[1]])
     })
@@ -97,7 +107,11 @@ fn evaluation(shape: &[usize], given: usize) -> Case {
 }
 
 pub fn cases() -> Vec<Case> {
-    let mut cases = Vec::new();
+    let mut cases = vec![
+        biased("layer_norm", &[4, 7], &[7.into(), 1e-5.into()]),
+        biased("group_norm", &[2, 3, 5], &[3.into(), 1e-5.into()]),
+        biased("instance_norm", &[2, 3, 5], &[1e-5.into()]),
+    ];
     for given in 0..3 {
         for (shape, dims) in [
             (&[4, 7][..], 1),
@@ -253,8 +267,8 @@ fn batch_norm_by_name_takes_the_running_statistics_first() {
             assert!(vec(&y).iter().zip(right).all(|(y, r)| (y - r).abs() < 1e-5), "{given} tensors: {y}");
             assert_eq!((vec(&mean), vec(&var)), (vec![51.0, 110.0], vec![4.5, 104.5]), "{given} tensors on {device}");
         }
-        let surplus = ops::call("batch_norm", &[&x; 4], &[true.into(), Argument::None, 0.0.into()]);
-        assert!(surplus.unwrap_err().to_string().contains("x, weight and bias only"));
+        let surplus = ops::call("batch_norm", &[&x; 6], &[true.into(), Argument::None, 0.0.into()]);
+        assert!(surplus.unwrap_err().to_string().contains("at most 5 tensors"));
     });
 }
 

@@ -32,7 +32,9 @@ fn it_is_written_in_one_file() {
 fn it_reaches_every_device_autograd_docs_and_tests() {
     let row = ROWS.iter().find(|row| row.name == NAME).expect("table.rs runs every row of ROWS");
     assert!(include_str!("table.rs").contains("for row in ROWS"));
-    let line = |name: &str| format!("| `{name}` | `addcdiv` | all | cpu, opencl |");
+    let line = |name: &str| {
+        format!("| `{name}(input, tensor1, tensor2, value: scalar = 1)` | `addcdiv` | all | cpu, opencl |")
+    };
     let page = include_str!("../../docs/operations.md");
     assert!([NAME, row.in_place.expect("a form in place")].iter().all(|name| page.contains(&line(name))));
     each_device(|device| {

@@ -1,9 +1,11 @@
-//! The arguments of a call by name that are not tensors.
+//! The arguments of a call by name that are not tensors, and the kinds that parameters are of.
+
+use std::fmt;
 
 use crate::layout::dims::ReduceDims;
-use crate::{DType, Device, Error, Result, Scalar, Tensor, TensorOptions};
+use crate::{DType, Device, Scalar};
 
-/// An argument that is no tensor, in the order of the method's parameters.
+/// An argument that is no tensor.
 ///
 /// ```
 /// use claystone::ops::Argument;
@@ -13,7 +15,7 @@ use crate::{DType, Device, Error, Result, Scalar, Tensor, TensorOptions};
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Argument {
-    /// Left out: the default; of dims, all.
+    /// Left out: the default.
     None,
     /// A whole number: a dim, a size, a count.
     Int(i64),
@@ -31,6 +33,23 @@ pub enum Argument {
     DType(DType),
     /// A device.
     Device(Device),
+}
+
+/// As signatures show it.
+impl fmt::Display for Argument {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Argument::None => f.write_str("None"),
+            Argument::Int(x) => write!(f, "{x}"),
+            Argument::Float(x) => write!(f, "{x:?}"),
+            Argument::Bool(x) => write!(f, "{x}"),
+            Argument::Ints(x) => write!(f, "{x:?}"),
+            Argument::Floats(x) => write!(f, "{x:?}"),
+            Argument::Text(x) => write!(f, "{x:?}"),
+            Argument::DType(x) => write!(f, "{x}"),
+            Argument::Device(x) => write!(f, "{x}"),
+        }
+    }
 }
 
 macro_rules! from {
@@ -85,122 +104,67 @@ impl<T: Into<Argument>> From<Option<T>> for Argument {
     }
 }
 
-/// What a call by name brings: tensors, then arguments.
-pub(crate) struct Args<'a> {
-    op: &'static str,
-    tensors: &'a [&'a Tensor],
-    arguments: &'a [Argument],
-}
-
-impl<'a> Args<'a> {
-    pub(crate) fn new(op: &'static str, tensors: &'a [&'a Tensor], arguments: &'a [Argument]) -> Args<'a> {
-        Args { op, tensors, arguments }
-    }
-
-    fn argument(&self, i: usize) -> &'a Argument {
-        self.arguments.get(i).unwrap_or(&Argument::None)
-    }
-
-    /// The error of argument `i` that is not what is `wanted`.
-    pub(crate) fn wrong<T>(&self, i: usize, wanted: &str) -> Result<T> {
-        let reason = match self.argument(i) {
-            Argument::None => format!("argument {i}, {wanted}, is missing"),
-            other => format!("argument {i} is {other:?} and should be {wanted}"),
-        };
-        Err(Error::invalid(self.op, reason))
-    }
-
-    /// The operation that is called.
-    pub(crate) fn name(&self) -> &'static str {
-        self.op
-    }
-
-    /// Tensor `i`.
-    pub(crate) fn x(&self, i: usize) -> Result<&'a Tensor> {
-        self.tensors.get(i).copied().ok_or_else(|| {
-            let reason = format!("it was called with {} tensors and takes more", self.tensors.len());
-            Error::invalid(self.op, reason)
-        })
-    }
-
-    /// Tensor `i` where it was given.
-    pub(crate) fn optional(&self, i: usize) -> Option<&'a Tensor> {
-        self.tensors.get(i).copied()
-    }
-
-    /// All tensors.
-    pub(crate) fn xs(&self) -> &'a [&'a Tensor] {
-        self.tensors
-    }
-
-    /// Whether argument `i` is there.
-    pub(crate) fn given(&self, i: usize) -> bool {
-        *self.argument(i) != Argument::None
-    }
-
-    /// All arguments as numbers.
-    pub(crate) fn scalars(&self) -> Result<Vec<Scalar>> {
-        (0..self.arguments.len()).map(|i| self.scalar(i)).collect()
-    }
-
-    /// Sizes; one integer is a list of one.
-    pub(crate) fn sizes(&self, i: usize) -> Result<Vec<usize>> {
-        let sizes = self.ints(i)?.into_iter().map(usize::try_from).collect::<Result<_, _>>();
-        sizes.or_else(|_| self.wrong(i, "a list of integers that are not negative"))
-    }
-
-    /// Sizes, one a direction; `default` where they are left out.
-    pub(crate) fn array<const D: usize>(&self, i: usize, default: [usize; D]) -> Result<[usize; D]> {
-        if !self.given(i) {
-            return Ok(default);
+macro_rules! kinds {
+    ($($(#[$doc:meta])+ $kind:ident $name:ident, $wanted:literal;)*) => {
+        /// What a parameter of an operation takes.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum ParameterKind {
+            $($(#[$doc])+ $kind,)*
         }
-        <[usize; D]>::try_from(self.sizes(i)?).or_else(|_| self.wrong(i, "one size for each direction"))
-    }
 
-    /// Dims to reduce; all where there is none.
-    pub(crate) fn dims(&self, i: usize) -> Result<ReduceDims> {
-        if self.given(i) { Ok(ReduceDims::from(&self.ints(i)?[..])) } else { Ok(ReduceDims::from(())) }
-    }
+        /// By the words of rows.
+        #[allow(non_upper_case_globals)]
+        impl ParameterKind {
+            $(pub(crate) const $name: ParameterKind = ParameterKind::$kind;)*
 
-    /// A dtype, and after it a device.
-    pub(crate) fn options(&self, i: usize) -> Result<TensorOptions> {
-        Ok((self.dtype(i)?, self.device(i + 1)?).into())
-    }
-}
+            /// Every kind.
+            pub(crate) const ALL: &[ParameterKind] = &[$(ParameterKind::$kind),*];
 
-/// Methods of [`Args`] that read argument `i`: what they give, what the error says that it should be, and what it may be.
-macro_rules! readers {
-    ($($(#[$doc:meta])+ $name:ident -> $t:ty, $wanted:literal: $($pattern:pat $(if $condition:expr)? => $value:expr),+;)*) => {
-        impl<'a> Args<'a> { $(
-            $(#[$doc])+
-            pub(crate) fn $name(&self, i: usize) -> Result<$t> {
-                match self.argument(i) {
-                    $($pattern $(if $condition)? => Ok($value),)+
-                    _ => self.wrong(i, $wanted),
+            /// The word for it in signatures.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(ParameterKind::$kind => stringify!($name),)*
                 }
             }
-        )* }
+
+            /// What it is, in words.
+            pub(crate) fn wanted(self) -> &'static str {
+                match self {
+                    $(ParameterKind::$kind => $wanted,)*
+                }
+            }
+        }
     };
 }
 
-readers! {
+kinds! {
+    /// A tensor.
+    Tensor tensor, "a tensor";
+    /// Any number of tensors.
+    Tensors tensors, "a list of tensors";
     /// A dim or any whole number.
-    int -> isize, "an integer": Argument::Int(x) => *x as isize;
+    Int int, "an integer";
     /// A size or a count.
-    size -> usize, "an integer that is not negative": Argument::Int(x) if *x >= 0 => *x as usize;
+    Size size, "an integer that is not negative";
     /// A number.
-    float -> f64, "a number": Argument::Int(x) => *x as f64, Argument::Float(x) => *x;
+    Float float, "a number";
     /// A number that stays an integer if it is one.
-    scalar -> Scalar, "a number": Argument::Int(x) => Scalar::Int(*x), Argument::Float(x) => Scalar::Float(*x);
-    /// Dims; one integer is a list of one.
-    ints -> Vec<isize>, "a list of integers":
-        Argument::Ints(x) => x.iter().map(|&d| d as isize).collect(), Argument::Int(x) => vec![*x as isize];
-    /// A switch; off where it is left out.
-    bool -> bool, "true or false": Argument::Bool(x) => *x, Argument::None => false;
+    Scalar scalar, "a number, whole or not";
+    /// A switch.
+    Bool bool, "true or false";
+    /// Dims, or sizes of which one may be -1; one integer is a list of one.
+    Ints ints, "a list of integers";
+    /// Sizes; one integer is a list of one, and where windows move the size in every direction.
+    Sizes sizes, "a list of integers that are not negative";
+    /// Dims to reduce, all where there are none.
+    Dims dims, "a list of dims, all where it is left out";
+    /// A [`Padding`](crate::ops::Padding).
+    Padding padding, "a padding: one size, one or two (before and behind) for each dim, 'same' or 'valid'";
     /// A mode, an equation.
-    text -> &'a str, "a text": Argument::Text(x) => x;
+    Text text, "a text";
     /// A dtype.
-    dtype -> DType, "a dtype": Argument::DType(x) => *x;
+    DType dtype, "a dtype";
     /// A device.
-    device -> Device, "a device": Argument::Device(x) => *x;
+    Device device, "a device";
 }

@@ -1,10 +1,12 @@
 //! What every operation passes through. A method usually begins with `replaced!`, `cast_first!` and its checks, and has a line in
 //! its family's `operations!`.
 
+pub(crate) mod args;
 pub(crate) mod arguments;
 pub(crate) mod autocast;
 pub(crate) mod checks;
 pub(crate) mod operation;
+pub(crate) mod parameters;
 pub(crate) mod precision;
 pub(crate) mod promote;
 pub(crate) mod registry;

@@ -1,8 +1,9 @@
-//! The description of an operation: names, dtypes, numbers of tensors and arguments, and the call by name.
+//! The description of an operation: names, dtypes, parameters, and how a call by name makes the method's.
 
 use crate::expr::table::Row;
-use crate::ops::dispatch::arguments::{Args, Argument};
-use crate::ops::dispatch::checks::invalid;
+use crate::ops::dispatch::args::Args;
+use crate::ops::dispatch::arguments::Argument;
+use crate::ops::dispatch::parameters::{Parameter, Signature};
 use crate::{DType, Result, Tensor};
 
 macro_rules! kinds {
@@ -123,9 +124,6 @@ impl Gives {
     }
 }
 
-/// As many tensors as one likes.
-pub(crate) const ANY: usize = usize::MAX;
-
 /// How an operation is called by name.
 #[derive(Clone, Copy)]
 pub(crate) enum Call {
@@ -151,10 +149,7 @@ pub struct Operation {
     pub takes: Dtypes,
     /// The dtype of its first result.
     pub gives: Gives,
-    /// How many tensors a call takes at most; `usize::MAX` where it takes any number.
-    pub max_tensors: usize,
-    /// How many other arguments a call takes at most.
-    pub max_arguments: usize,
+    pub(crate) parameters: Vec<Parameter>,
     pub(crate) differentiable: bool,
     pub(crate) call: Call,
 }
@@ -166,6 +161,11 @@ impl std::fmt::Debug for Operation {
 }
 
 impl Operation {
+    /// How it is called by name.
+    pub fn signature(&self) -> Signature<'_> {
+        Signature { name: self.name, parameters: &self.parameters }
+    }
+
     /// Whether gradients flow through it.
     pub fn is_differentiable(&self) -> bool {
         match self.call {
@@ -190,74 +190,66 @@ impl Operation {
     }
 
     /// The method of this name.
-    pub(crate) fn run(&self, tensors: &[&Tensor], arguments: &[Argument]) -> Result<Vec<Tensor>> {
-        for (given, most, what) in [
-            (tensors.len(), self.max_tensors, "tensors"),
-            (arguments.len(), self.max_arguments, "arguments besides tensors"),
-        ] {
-            let op = self.name;
-            invalid!(op if given > most, "it takes at most {most} {what} and was called with {given}");
-        }
-        let args = Args::new(self.name, tensors, arguments);
+    pub(crate) fn run(&self, tensors: &[Option<&Tensor>], arguments: &[Argument]) -> Result<Vec<Tensor>> {
+        let (tensors, arguments) = self.signature().complete(tensors, arguments)?;
+        let args = Args::new(self.signature(), &tensors, &arguments);
         match self.call {
             Call::Method(call) => call(&args),
-            Call::Row(row) => {
-                (0..row.arity).try_for_each(|i| args.x(i).map(|_| ()))?;
-                Ok(vec![row.apply(tensors, &args.scalars()?)?])
-            }
+            Call::Row(row) => Ok(vec![row.apply(&args.xs(), &args.scalars()?)?]),
             Call::RowInPlace(row) => {
-                (0..row.arity).try_for_each(|i| args.x(i).map(|_| ()))?;
-                row.apply_(tensors, &args.scalars()?)?;
+                row.apply_(&args.xs(), &args.scalars()?)?;
                 Ok(vec![args.x(0)?.shallow_clone()])
             }
         }
     }
 }
 
-/// Makes a family's part of the catalogue, `OPERATIONS`. A row is a method of `Tensor`, and its in-place form where it has one:
+/// Makes a family's part of the catalogue, `operations()`. A row is a method of `Tensor`, and its in-place form where it has one:
 ///
 /// ```text
 /// method / method_ (what it takes, self first) "PyTorch's name": kind, dtypes it takes -> dtype it gives, differentiable;
 /// ```
 ///
-/// - What it takes: a tensor is `x`, one that may be left out `x?`, any number of them `xs`. An argument has the name of the method
-///   of [`Args`] that reads it: `int`, `&sizes` where the method borrows it, `int?` where it may be left out, or `@f` for
-///   `f(args, i)`.
+/// - What it takes, by PyTorch's names: a tensor is `input: x`, one that may be left out `bias: x?`, any number of them
+///   `tensors: xs`. An argument has the name of the method of [`Args`] that reads it, and a default where there is one:
+///   `dim: int = -1`. It is `&sizes` where the method borrows it, `int?` for an `Option`, and `text @f` where `f(args, i)` makes more
+///   of it. `options` are a dtype and a device.
 /// - PyTorch's name is left out where it is the method's; `functional` stands for `nn.functional.method`, `linalg` likewise.
-/// - Where that cannot say how the method is called, the most tensors and arguments, `(1, 5)`, stand for what it takes, and the
-///   call follows: `=> |args| ..`.
+/// - Where the method is not called with these in this order, the call follows: `=> |args| ..`.
 macro_rules! operations {
     ($(
         $name:ident $(/ $in_place:ident)? ($($takes:tt)*) $($module:ident)? $($torch:literal)?:
         $kind:ident, $dtypes:ident -> $gives:ident $(, $gradient:ident)? $(=> $call:expr)?;
     )*) => {
-        pub(crate) static OPERATIONS: &[&[$crate::ops::dispatch::operation::Operation]] = {
+        pub(crate) fn operations() -> Vec<$crate::ops::dispatch::operation::Operation> {
+            use $crate::ops::dispatch::args::Args;
+            use $crate::ops::dispatch::arguments::ParameterKind;
             use $crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation, operations};
-            &[$(operations!(
+            use $crate::ops::dispatch::parameters::Parameter;
+            [$(operations!(
                 @row $name [$($in_place)?] ($($takes)*) [$($module)? $($torch)?] $kind [$dtypes $gives] [$($gradient)?] [$($call)?]
-            )),*]
-        };
+            )),*].concat()
+        }
     };
 
     (@row $name:ident [] $takes:tt $torch:tt $kind:ident $dtypes:tt $gradient:tt $call:tt) => {
-        &[operations!(@entry $name $takes (operations!(@torch $name $torch)) $kind $dtypes $gradient $call)]
+        vec![operations!(@entry $name $takes (operations!(@torch $name $torch)) $kind $dtypes $gradient $call)]
     };
     (@row $name:ident [$in_place:ident] $takes:tt $torch:tt $kind:ident $dtypes:tt $gradient:tt $call:tt) => {
-        &[
+        vec![
             operations!(@entry $name $takes (operations!(@torch $name $torch)) $kind $dtypes $gradient $call),
             operations!(@entry $in_place $takes (concat!(operations!(@torch $name $torch), "_")) InPlace $dtypes [] $call),
         ]
     };
-    (@entry $name:ident $takes:tt ($torch:expr) $kind:ident [$dtypes:ident $gives:ident] $gradient:tt $call:tt) => {{
-        let ((max_tensors, max_arguments), call) = operations!(@call $name $takes $call);
+    (@entry $name:ident ($($takes:tt)*) ($torch:expr) $kind:ident [$dtypes:ident $gives:ident] $gradient:tt $call:tt) => {{
+        let (parameters, call) = operations!(@next $name args $call {0 1 2 3 4 5} {0 1 2 3 4 5 6} [] [] $($takes)*);
         Operation {
             name: stringify!($name),
             torch: $torch,
             kind: Kind::$kind,
             takes: Dtypes::$dtypes,
             gives: Gives::$gives,
-            max_tensors,
-            max_arguments,
+            parameters,
             differentiable: operations!(@gradient $gradient),
             call: Call::Method(call),
         }
@@ -272,43 +264,72 @@ macro_rules! operations {
     (@gradient [None]) => { false };
     (@gradient [$gradient:ident]) => { true };
 
-    // What it takes, one after another: the numbers of the next tensor and of the next argument are the first in braces, and how
-    // many there were at the end.
-    (@call $name:ident ($tensors:tt, $arguments:tt) [$call:expr]) => {
-        (($tensors, $arguments), |args: &$crate::ops::dispatch::arguments::Args| {
-            let call: fn(&$crate::ops::dispatch::arguments::Args) -> $crate::Result<_> = $call;
+    // What it takes, one after another: the numbers of the next tensor and of the next argument are the first in braces, the
+    // parameters and what the method is called with are in brackets.
+    (@next $name:ident $a:ident [] $ts:tt $ns:tt [$($parameters:tt)*] [$($given:tt)*]) => {
+        (vec![$($parameters)*], |$a: &Args| {
+            Ok($crate::ops::dispatch::results::IntoResults::into_results($crate::Tensor::$name($($given)*)?))
+        })
+    };
+    (@next $name:ident $a:ident [$call:expr] $ts:tt $ns:tt [$($parameters:tt)*] $given:tt) => {
+        (vec![$($parameters)*], |args: &Args| {
+            let call: fn(&Args) -> $crate::Result<_> = $call;
             Ok($crate::ops::dispatch::results::IntoResults::into_results(call(args)?))
         })
     };
-    (@call $name:ident ($($takes:tt)*) []) => { operations!(@next $name args {0 1 2 3 4 5} {0 1 2 3 4 5 6} [] $($takes)*) };
-    (@next $name:ident $a:ident {$t:tt $($ts:tt)*} {$n:tt $($ns:tt)*} [$($done:tt)*]) => {
-        (($t, $n), |$a: &$crate::ops::dispatch::arguments::Args| {
-            Ok($crate::ops::dispatch::results::IntoResults::into_results($crate::Tensor::$name($($done)*)?))
-        })
+    (@next $name:ident $a:ident $call:tt {$t:tt $($ts:tt)*} $ns:tt [$($ps:tt)*] [$($given:tt)*] $p:ident: x? $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $call {$($ts)*} $ns
+            [$($ps)* operations!(@parameter $p tensor = None),] [$($given)* $a.optional($t),] $($($rest)*)?)
     };
-    (@next $name:ident $a:ident {$t:tt $($ts:tt)*} $ns:tt [$($done:tt)*] x? $(, $($rest:tt)*)?) => {
-        operations!(@next $name $a {$($ts)*} $ns [$($done)* $a.optional($t),] $($($rest)*)?)
+    (@next $name:ident $a:ident $call:tt {$t:tt $($ts:tt)*} $ns:tt [$($ps:tt)*] [$($given:tt)*] $p:ident: x $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $call {$($ts)*} $ns
+            [$($ps)* operations!(@parameter $p tensor),] [$($given)* $a.x($t)?,] $($($rest)*)?)
     };
-    (@next $name:ident $a:ident {$t:tt $($ts:tt)*} $ns:tt [$($done:tt)*] x $(, $($rest:tt)*)?) => {
-        operations!(@next $name $a {$($ts)*} $ns [$($done)* $a.x($t)?,] $($($rest)*)?)
+    (@next $name:ident $a:ident $call:tt $ts:tt $ns:tt [$($ps:tt)*] [$($given:tt)*] $p:ident: xs $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $call $ts $ns
+            [$($ps)* operations!(@parameter $p tensors),] [$($given)* &$a.xs(),] $($($rest)*)?)
     };
-    (@next $name:ident $a:ident $ts:tt $ns:tt [$($done:tt)*] xs $(, $($rest:tt)*)?) => {
-        operations!(@next $name $a {($crate::ops::dispatch::operation::ANY)} $ns [$($done)* $a.xs(),] $($($rest)*)?)
+    (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $next:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*] options) => {
+        operations!(@next $name $a $call $ts {$($ns)*}
+            [$($ps)* operations!(@parameter dtype dtype = None), operations!(@parameter device device = $crate::Device::Cpu),]
+            [$($given)* $a.options($n)?,])
     };
-    (@next $name:ident $a:ident $ts:tt {$n:tt $next:tt $($ns:tt)*} [$($done:tt)*] options $(, $($rest:tt)*)?) => {
-        operations!(@next $name $a $ts {$($ns)*} [$($done)* $a.options($n)?,] $($($rest)*)?)
+    (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*]
+        $p:ident: dims $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $call $ts {$($ns)*}
+            [$($ps)* operations!(@parameter $p dims = None),] [$($given)* $a.dims($n)?,] $($($rest)*)?)
     };
-    (@next $name:ident $a:ident $ts:tt {$n:tt $($ns:tt)*} [$($done:tt)*] &$read:ident $(, $($rest:tt)*)?) => {
-        operations!(@next $name $a $ts {$($ns)*} [$($done)* &$a.$read($n)?,] $($($rest)*)?)
+    (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*] $p:ident: device) => {
+        operations!(@next $name $a $call $ts {$($ns)*}
+            [$($ps)* operations!(@parameter $p device = $crate::Device::Cpu),] [$($given)* $a.device($n)?,])
     };
-    (@next $name:ident $a:ident $ts:tt {$n:tt $($ns:tt)*} [$($done:tt)*] @$read:ident $(, $($rest:tt)*)?) => {
-        operations!(@next $name $a $ts {$($ns)*} [$($done)* $read($a, $n)?,] $($($rest)*)?)
+    (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*]
+        $p:ident: &$read:ident $(= $default:expr)? $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $call $ts {$($ns)*}
+            [$($ps)* operations!(@parameter $p $read $(= $default)?),] [$($given)* &$a.$read($n)?,] $($($rest)*)?)
     };
-    (@next $name:ident $a:ident $ts:tt {$n:tt $($ns:tt)*} [$($done:tt)*] $read:ident? $(, $($rest:tt)*)?) => {
-        operations!(@next $name $a $ts {$($ns)*} [$($done)* if $a.given($n) { Some($a.$read($n)?) } else { None },] $($($rest)*)?)
+    (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*]
+        $p:ident: $kind:ident @$read:ident $(= $default:expr)? $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $call $ts {$($ns)*}
+            [$($ps)* operations!(@parameter $p $kind $(= $default)?),] [$($given)* $read($a, $n)?,] $($($rest)*)?)
     };
-    (@next $name:ident $a:ident $ts:tt {$n:tt $($ns:tt)*} [$($done:tt)*] $read:ident $(, $($rest:tt)*)?) => {
-        operations!(@next $name $a $ts {$($ns)*} [$($done)* $a.$read($n)?,] $($($rest)*)?)
+    (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*]
+        $p:ident: $read:ident? $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $call $ts {$($ns)*}
+            [$($ps)* operations!(@parameter $p $read = None),] [$($given)* $a.maybe($n, Args::$read)?,] $($($rest)*)?)
+    };
+    (@next $name:ident $a:ident $call:tt $ts:tt {$n:tt $($ns:tt)*} [$($ps:tt)*] [$($given:tt)*]
+        $p:ident: $read:ident $(= $default:expr)? $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $call $ts {$($ns)*}
+            [$($ps)* operations!(@parameter $p $read $(= $default)?),] [$($given)* $a.$read($n)?,] $($($rest)*)?)
+    };
+
+    (@parameter $p:ident $kind:ident) => { Parameter::new(stringify!($p), ParameterKind::$kind, None) };
+    (@parameter $p:ident $kind:ident = None) => {
+        Parameter::new(stringify!($p), ParameterKind::$kind, Some($crate::ops::Argument::None))
+    };
+    (@parameter $p:ident $kind:ident = $default:expr) => {
+        Parameter::new(stringify!($p), ParameterKind::$kind, Some($crate::ops::Argument::from($default)))
     };
 }
 

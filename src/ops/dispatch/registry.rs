@@ -8,10 +8,13 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use smallvec::SmallVec;
+
 use crate::autograd::{Gradients, Saved};
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::checks::invalid;
 use crate::ops::dispatch::operation::Operation;
+use crate::ops::dispatch::parameters::Slots;
 use crate::{Device, Error, Result, Tensor, autograd};
 
 /// The devices that an implementation is for.
@@ -30,7 +33,7 @@ impl From<Device> for Backend {
     }
 }
 
-type Forward = dyn Fn(&[&Tensor], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync;
+type Forward = dyn Fn(&[Option<&Tensor>], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync;
 type Backward = dyn Fn(&[&Tensor], &[Argument], &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
 
 /// What an operation does on a device.
@@ -38,25 +41,51 @@ type Backward = dyn Fn(&[&Tensor], &[Argument], &Tensor) -> Result<Vec<Option<Te
 pub struct Implementation {
     forward: Arc<Forward>,
     backward: Option<Arc<Backward>>,
+    /// Whether a tensor may be left out before one that is given.
+    gaps: bool,
 }
 
 impl Implementation {
     /// From tensors and arguments (in the order of the method's parameters) to results. It is called outside the graph;
-    /// operations in it that would come back to it run what is built in.
+    /// operations in it that would come back to it run what is built in, as do calls that leave a tensor out before one that
+    /// they give: [`with_optional`](Self::with_optional) is for these.
     pub fn new(
         forward: impl Fn(&[&Tensor], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
     ) -> Implementation {
-        Implementation { forward: Arc::new(forward), backward: None }
+        let given = move |tensors: &[Option<&Tensor>], arguments: &[Argument]| forward(&given(tensors), arguments);
+        Implementation { gaps: false, ..Implementation::with_optional(given) }
     }
 
-    /// With a gradient of its own: from the inputs, the arguments and the gradient of the (first) result to the gradients
-    /// of the inputs, None for those that have none.
+    /// [`new`](Self::new) from all tensors that the operation may take, `None` where one is left out.
+    ///
+    /// ```
+    /// use claystone::ops::{self, Backend, Implementation};
+    /// use claystone::{Device, Tensor};
+    /// let only_bias = Implementation::with_optional(|x, _| Ok(vec![x[2].or(x[0]).unwrap().shallow_clone()]));
+    /// let _kept = ops::register("instance_norm", Backend::Cpu, only_bias)?;
+    /// let (x, bias) = (Tensor::zeros(&[1, 2, 3], Device::Cpu)?, Tensor::ones(&[2], Device::Cpu)?);
+    /// assert_eq!(x.instance_norm(None, Some(&bias), 1e-5)?.to_vec::<f32>()?, [1.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn with_optional(
+        forward: impl Fn(&[Option<&Tensor>], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
+    ) -> Implementation {
+        Implementation { forward: Arc::new(forward), backward: None, gaps: true }
+    }
+
+    /// With a gradient of its own: from the inputs that are given, the arguments and the gradient of the (first) result to the
+    /// gradients of these inputs, None for those that have none.
     pub fn with_backward(
         self,
         backward: impl Fn(&[&Tensor], &[Argument], &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
     ) -> Implementation {
         Implementation { backward: Some(Arc::new(backward)), ..self }
     }
+}
+
+/// The tensors that are not left out.
+fn given<'a>(tensors: &[Option<&'a Tensor>]) -> SmallVec<[&'a Tensor; 6]> {
+    tensors.iter().copied().flatten().collect()
 }
 
 /// An implementation is in force as long as this lives.
@@ -138,34 +167,40 @@ fn read() -> RwLockReadGuard<'static, Table> {
 /// What a registered implementation of `op` makes of these, on the device of the first; None where there is none: the
 /// method goes on. Recorded in the graph like the operation itself.
 #[inline]
-pub(crate) fn replacement(
+pub(crate) fn replacement<'a, T: Copy + Into<Option<&'a Tensor>>>(
     op: &'static str,
-    inputs: &[&Tensor],
+    inputs: &[T],
     arguments: impl FnOnce() -> Vec<Argument>,
 ) -> Result<Option<Vec<Tensor>>> {
     if REGISTERED.load(Ordering::Relaxed) == 0 {
         return Ok(None);
     }
     match entry_for(op, inputs) {
-        Some(entry) => replace(op, inputs, entry, arguments()).map(Some),
+        Some((entry, inputs)) => replace(op, &inputs, entry, arguments()).map(Some),
         None => Ok(None),
     }
 }
 
 /// What replaces an operation on the device of its inputs, unless it is the replacement that calls it.
 #[cold]
-fn entry_for(op: &'static str, inputs: &[&Tensor]) -> Option<Entry> {
-    let key = (op, Backend::from(inputs.first()?.device()));
-    let running = RUNNING.with_borrow(|names| names.contains(&op));
-    if running { None } else { read().get(&key).cloned() }
+fn entry_for<'a, T: Copy + Into<Option<&'a Tensor>>>(op: &'static str, inputs: &[T]) -> Option<(Entry, Slots<'a>)> {
+    let inputs: Slots = inputs.iter().map(|&t| t.into()).collect();
+    let key = (op, Backend::from(inputs.iter().flatten().next()?.device()));
+    if RUNNING.with_borrow(|names| names.contains(&op)) {
+        return None;
+    }
+    let entry = read().get(&key).cloned()?;
+    let has_gap = inputs.iter().skip_while(|t| t.is_some()).any(|t| t.is_some());
+    (entry.implementation.gaps || !has_gap).then_some((entry, inputs))
 }
 
 // Not generic over the closure that makes the arguments: some 200 operations call it.
 #[cold]
-fn replace(op: &'static str, inputs: &[&Tensor], entry: Entry, arguments: Vec<Argument>) -> Result<Vec<Tensor>> {
+fn replace(op: &'static str, slots: &[Option<&Tensor>], entry: Entry, arguments: Vec<Argument>) -> Result<Vec<Tensor>> {
     let Entry { implementation, built_in: operation } = entry;
-    let detached: Vec<Tensor> = inputs.iter().map(|t| t.detach()).collect();
-    let refs: Vec<&Tensor> = detached.iter().collect();
+    let inputs = &given(slots)[..];
+    let detached: Vec<Option<Tensor>> = slots.iter().map(|t| t.map(Tensor::detach)).collect();
+    let refs: Slots = detached.iter().map(Option::as_ref).collect();
     let outs = built_in(op, || (implementation.forward)(&refs, &arguments))?;
     invalid!(op if outs.is_empty(), "its registered implementation gave no result");
     if !autograd::is_tracked(inputs) {
@@ -173,19 +208,31 @@ fn replace(op: &'static str, inputs: &[&Tensor], entry: Entry, arguments: Vec<Ar
     }
     let differentiable = operation.map_or(implementation.backward.is_some(), |op| op.is_differentiable());
     let arguments = Arc::new(arguments);
+    let present: SmallVec<[bool; 6]> = slots.iter().map(Option::is_some).collect();
     let track = |(k, out): (usize, Tensor)| {
         if !out.dtype().is_float() || !differentiable {
             return out.detach();
         }
         let saved: Vec<Saved> = inputs.iter().map(|t| Saved::new(t)).collect();
-        let (arguments, backward) = (arguments.clone(), implementation.backward.clone());
+        let (arguments, present, backward) = (arguments.clone(), present.clone(), implementation.backward.clone());
         autograd::record(op, out.detach(), inputs, move |ctx| {
             let inputs = saved.iter().map(|s| s.get(op).map(Tensor::detach)).collect::<Result<Vec<_>>>()?;
             let grad = ctx.grad()?;
             let wanted: Vec<bool> = (0..inputs.len()).map(|i| ctx.needs(i)).collect();
             match &backward {
                 Some(backward) if k == 0 => own_gradients(op, &**backward, &inputs, &arguments, &grad),
-                _ => built_in_gradients(op, operation, k, inputs, &arguments, &grad, &wanted),
+                _ => {
+                    let leaves = inputs.into_iter().zip(wanted).map(|(t, wanted)| t.requires_grad_(wanted));
+                    built_in_gradients(
+                        op,
+                        operation,
+                        k,
+                        &leaves.collect::<Result<Vec<_>>>()?,
+                        &present,
+                        &arguments,
+                        &grad,
+                    )
+                }
             }
         })
     };
@@ -210,23 +257,23 @@ fn own_gradients(
     Ok(gradients.into_iter().map(|g| g.map(|g| g.detach())).collect())
 }
 
-/// The gradient of result `k` by what is built in, computed again from the inputs.
+/// The gradient of result `k` by what is built in, computed again from the inputs, which are the tensors that are present.
 fn built_in_gradients(
     op: &'static str,
     operation: Option<&'static Operation>,
     k: usize,
-    inputs: Vec<Tensor>,
+    leaves: &[Tensor],
+    present: &[bool],
     arguments: &[Argument],
     grad: &Tensor,
-    wanted: &[bool],
 ) -> Result<Gradients> {
     let Some(operation) = operation else {
         let reason = "its registered implementation has no backward: give it one with_backward";
         return Err(Error::Autograd { op, reason: reason.into() });
     };
-    let leaves = inputs.into_iter().zip(wanted).map(|(t, &w)| t.requires_grad_(w)).collect::<Result<Vec<_>>>()?;
-    let refs: Vec<&Tensor> = leaves.iter().collect();
-    let outs = autograd::enable_grad(|| built_in(op, || operation.run(&refs, arguments)))?;
+    let mut inputs = leaves.iter();
+    let slots: Slots = present.iter().map(|&present| if present { inputs.next() } else { None }).collect();
+    let outs = autograd::enable_grad(|| built_in(op, || operation.run(&slots, arguments)))?;
     let Some(out) = outs.get(k) else {
         let reason = format!("its registered implementation gives result {k}, and the operation has {}", outs.len());
         return Err(Error::Autograd { op, reason });
@@ -236,7 +283,8 @@ fn built_in_gradients(
 }
 
 /// `replaced!("name", [tensors], arguments ...)` at the beginning of a method: returns what a registered implementation
-/// makes of it, where there is one, and is otherwise the name. A closure that makes the arguments comes after a `;`.
+/// makes of it, where there is one, and is otherwise the name. The tensors are `Option`s where one may be left out before
+/// others. A closure that makes the arguments comes after a `;`.
 macro_rules! replaced {
     ($op:expr, $inputs:expr; $arguments:expr) => {{
         let op: &'static str = $op;

@@ -14,12 +14,12 @@ static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 static SCALAR: LazyLock<Expr> = LazyLock::new(|| Expr::scalar(0));
 
 operations! {
-    clone(1, 0): Copying, All -> Same, differentiable => |a| a.x(0)?.try_clone();
-    contiguous(x): Copying, All -> Same, differentiable;
-    to_dtype(x, dtype) "to": Copying, All -> Asked, differentiable;
-    copy_(x, x): InPlace, All -> Same;
-    fill_(x, scalar): InPlace, All -> Same;
-    zero_(x): InPlace, All -> Same;
+    clone(input: x): Copying, All -> Same, differentiable => |a| a.x(0)?.try_clone();
+    contiguous(input: x): Copying, All -> Same, differentiable;
+    to_dtype(input: x, dtype: dtype) "to": Copying, All -> Asked, differentiable;
+    copy_(input: x, src: x): InPlace, All -> Same;
+    fill_(input: x, value: scalar): InPlace, All -> Same;
+    zero_(input: x): InPlace, All -> Same;
 }
 
 impl Tensor {

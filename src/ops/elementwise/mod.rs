@@ -254,7 +254,7 @@ macro_rules! methods {
         )* }
     };
     (@out-of-place [$($doc:literal)+] $name:ident
-        ($x:ident $(, $other:ident)* $(; $($s:ident = $sample:literal),+)?)) => {
+        ($x:ident $(, $other:ident)* $(; $($s:ident $($called:literal)? = $sample:literal $(or $default:literal)?),+)?)) => {
         $(#[doc = $doc])+
         pub fn $name(
             &self,
@@ -266,7 +266,7 @@ macro_rules! methods {
         }
     };
     (@in-place $inplace:ident $name:ident
-        ($x:ident $(, $other:ident)* $(; $($s:ident = $sample:literal),+)?)) => {
+        ($x:ident $(, $other:ident)* $(; $($s:ident $($called:literal)? = $sample:literal $(or $default:literal)?),+)?)) => {
         #[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), ") in place.")]
         pub fn $inplace(
             &self,

@@ -10,14 +10,15 @@ fn scalar_bool(x: &Tensor, says: bool) -> Result<Tensor> {
 }
 
 operations! {
-    equal(2, 0): Reduction, All -> Bool => |a| scalar_bool(a.x(0)?, a.x(0)?.equal(a.x(1)?)?);
-    allclose(2, 3): Reduction, All -> Bool
+    equal(input: x, other: x): Reduction, All -> Bool => |a| scalar_bool(a.x(0)?, a.x(0)?.equal(a.x(1)?)?);
+    allclose(input: x, other: x, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = false): Reduction, All -> Bool
         => |a| scalar_bool(a.x(0)?, a.x(0)?.allclose(a.x(1)?, a.float(0)?, a.float(1)?, a.bool(2)?)?);
-    bitwise_not / bitwise_not_ (x): Elementwise, Integers -> Same;
-    round_decimals(1, 1) "round": Elementwise, Floats -> Same => |a| a.x(0)?.round_decimals(a.int(0)? as i32);
-    positive(x): View, Numbers -> Same, differentiable;
-    prelu(x, x): Elementwise, Floats -> Same, differentiable;
-    glu(x, int) functional: NeuralNetwork, Floats -> Same, differentiable;
+    bitwise_not / bitwise_not_ (input: x): Elementwise, Integers -> Same;
+    round_decimals(input: x, decimals: int) "round": Elementwise, Floats -> Same
+        => |a| a.x(0)?.round_decimals(a.int(0)? as i32);
+    positive(input: x): View, Numbers -> Same, differentiable;
+    prelu(input: x, weight: x): Elementwise, Floats -> Same, differentiable;
+    glu(input: x, dim: int = -1) functional: NeuralNetwork, Floats -> Same, differentiable;
 }
 
 impl Tensor {

@@ -7,8 +7,8 @@ use smallvec::SmallVec;
 
 use crate::autograd::Saved;
 use crate::backend::problem::index::{Combine, Indexed};
-use crate::ops::dispatch::arguments::{Args, Argument};
-use crate::ops::dispatch::operation::ANY;
+use crate::ops::dispatch::args::Args;
+use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::{check_index, read_gradient};
 use crate::ops::index::scatter::unshared;
@@ -172,14 +172,15 @@ impl SavedIndices {
 }
 
 operations! {
-    index(ANY, 1) "Tensor.__getitem__": Indexing, All -> Same, differentiable => |a| a.x(0)?.index(&at_dims(a, 1)?);
-    index_put(ANY, 2): Indexing, Numbers -> Same, differentiable
+    index(input: x, indices: xs, dims: sizes) "Tensor.__getitem__": Indexing, All -> Same, differentiable
+        => |a| a.x(0)?.index(&at_dims(a, 1)?);
+    index_put(input: x, values: x, indices: xs, dims: sizes, accumulate: bool = false): Indexing, Numbers -> Same, differentiable
         => |a| a.x(0)?.index_put(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?);
-    index_put_(ANY, 2): InPlace, Numbers -> Same
+    index_put_(input: x, values: x, indices: xs, dims: sizes, accumulate: bool = false): InPlace, Numbers -> Same
         => |a| a.x(0)?.index_put_(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?).map(Tensor::shallow_clone);
-    take(x, x): Indexing, All -> Same, differentiable;
-    masked_scatter / masked_scatter_ (x, x, x): Indexing, All -> Same, differentiable;
-    put / put_ (x, x, x, bool): Indexing, Numbers -> Same, differentiable;
+    take(input: x, index: x): Indexing, All -> Same, differentiable;
+    masked_scatter / masked_scatter_ (input: x, mask: x, source: x): Indexing, All -> Same, differentiable;
+    put / put_ (input: x, index: x, source: x, accumulate: bool = false): Indexing, Numbers -> Same, differentiable;
 }
 
 /// In a call by name, the index tensors come last, and argument 0 lists their dims.

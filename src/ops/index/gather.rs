@@ -75,12 +75,12 @@ pub(crate) fn read_gradient(
 }
 
 operations! {
-    index_select(x, int, x): Indexing, All -> Same, differentiable;
-    gather(x, int, x): Indexing, All -> Same, differentiable;
-    take_along_dim(x, x, int?): Indexing, All -> Same, differentiable;
-    embedding(x, x) functional: Indexing, All -> Same, differentiable;
-    embedding_with(x, x, int?) "nn.functional.embedding": Indexing, All -> Same, differentiable;
-    one_hot(x, size) functional: Indexing, IntegersOnly -> I64;
+    index_select(input: x, dim: int, index: x): Indexing, All -> Same, differentiable;
+    gather(input: x, dim: int, index: x): Indexing, All -> Same, differentiable;
+    take_along_dim(input: x, indices: x, dim: int?): Indexing, All -> Same, differentiable;
+    embedding(weight: x, input: x) functional: Indexing, All -> Same, differentiable;
+    embedding_with(weight: x, input: x, padding_idx: int?) "nn.functional.embedding": Indexing, All -> Same, differentiable;
+    one_hot(input: x, num_classes: size) functional: Indexing, IntegersOnly -> I64;
 }
 
 /// `out`, which was read from `x` along `dim` through `index`, as [`Tensor::gather`] gives it: with its node.

@@ -9,16 +9,16 @@ use crate::ops::elementwise::apply;
 use crate::{DType, Device, Expr, Result, Scalar, Tensor, autograd, backend};
 
 operations! {
-    unique(x): Sorting, All -> Same;
-    unique_inverse(x) "unique": Sorting, All -> Same;
-    unique_counts(x) "unique": Sorting, All -> Same;
-    unique_all(x, int?) "unique": Sorting, All -> Same;
-    unique_consecutive(x): Sorting, All -> Same;
-    bincount(x, x?, size): Sorting, IntegersOnly -> I64;
-    histc(x, size, float, float): Sorting, Floats -> Same;
-    nonzero(x): Indexing, All -> I64;
-    argwhere(x): Indexing, All -> I64;
-    masked_select(x, x): Indexing, All -> Same, differentiable;
+    unique(input: x): Sorting, All -> Same;
+    unique_inverse(input: x) "unique": Sorting, All -> Same;
+    unique_counts(input: x) "unique": Sorting, All -> Same;
+    unique_all(input: x, dim: int?) "unique": Sorting, All -> Same;
+    unique_consecutive(input: x): Sorting, All -> Same;
+    bincount(input: x, weights: x?, minlength: size = 0): Sorting, IntegersOnly -> I64;
+    histc(input: x, bins: size = 100, min: float = 0, max: float = 0): Sorting, Floats -> Same;
+    nonzero(input: x): Indexing, All -> I64;
+    argwhere(input: x): Indexing, All -> I64;
+    masked_select(input: x, mask: x): Indexing, All -> Same, differentiable;
 }
 
 /// `first..end` on the tensor's device, as i64.

@@ -86,13 +86,15 @@ pub(crate) fn repeated(op: &'static str, value: Scalar, shape: &Shape, like: &Te
 }
 
 operations! {
-    scatter / scatter_ (x, int, x, x): Indexing, All -> Same, differentiable;
-    scatter_add / scatter_add_ (x, int, x, x): Indexing, Numbers -> Same, differentiable;
-    scatter_value / scatter_value_ (x, int, x, scalar) "scatter": Indexing, All -> Same, differentiable;
-    index_add / index_add_ (x, int, x, x): Indexing, Numbers -> Same, differentiable;
-    index_add_alpha / index_add_alpha_ (x, int, x, x, scalar) "index_add": Indexing, Numbers -> Same, differentiable;
-    index_copy / index_copy_ (x, int, x, x): Indexing, All -> Same, differentiable;
-    index_fill / index_fill_ (x, int, x, scalar): Indexing, All -> Same, differentiable;
+    scatter / scatter_ (input: x, dim: int, index: x, src: x): Indexing, All -> Same, differentiable;
+    scatter_add / scatter_add_ (input: x, dim: int, index: x, src: x): Indexing, Numbers -> Same, differentiable;
+    scatter_value / scatter_value_ (input: x, dim: int, index: x, value: scalar) "scatter":
+        Indexing, All -> Same, differentiable;
+    index_add / index_add_ (input: x, dim: int, index: x, source: x): Indexing, Numbers -> Same, differentiable;
+    index_add_alpha / index_add_alpha_ (input: x, dim: int, index: x, source: x, alpha: scalar = 1) "index_add":
+        Indexing, Numbers -> Same, differentiable;
+    index_copy / index_copy_ (input: x, dim: int, index: x, source: x): Indexing, All -> Same, differentiable;
+    index_fill / index_fill_ (input: x, dim: int, index: x, value: scalar): Indexing, All -> Same, differentiable;
 }
 
 /// What is written to a tensor along `dim`: `source`, combined with the elements that the index names.

@@ -3,7 +3,7 @@
 use crate::autograd::Saved;
 use crate::backend::problem::index::Combine;
 use crate::error::{Excerpt, in_steps};
-use crate::ops::dispatch::arguments::Args;
+use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::broadcast_vector;
 use crate::ops::index::scatter::{ScatterIndex, repeated, scatter};
@@ -129,8 +129,10 @@ fn reduction(args: &Args, i: usize) -> Result<ScatterReduce> {
 }
 
 operations! {
-    scatter_reduce / scatter_reduce_ (x, int, x, x, @reduction, bool): Indexing, Numbers -> Same, differentiable;
-    index_reduce(x, int, x, x, @reduction, bool): Indexing, Numbers -> Same, differentiable;
+    scatter_reduce / scatter_reduce_ (input: x, dim: int, index: x, src: x, reduce: text @reduction, include_self: bool = true):
+        Indexing, Numbers -> Same, differentiable;
+    index_reduce(input: x, dim: int, index: x, source: x, reduce: text @reduction, include_self: bool = true):
+        Indexing, Numbers -> Same, differentiable;
 }
 
 impl Tensor {

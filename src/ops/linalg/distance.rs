@@ -12,10 +12,11 @@ use crate::{DType, Expr, Result, Tensor, promote_types};
 const MATMUL_THRESHOLD: usize = 26;
 
 operations! {
-    vector_norm(x, float, dims, bool) linalg: LinearAlgebra, Floats -> Same, differentiable;
-    cdist(x, x, float): LinearAlgebra, Floats -> Same, differentiable;
-    pairwise_distance(x, x, float, float, bool) functional: LinearAlgebra, Floats -> Same, differentiable;
-    cosine_similarity(x, x, int, float) functional: LinearAlgebra, Floats -> Same, differentiable;
+    vector_norm(input: x, ord: float = 2, dim: dims, keepdim: bool = false) linalg: LinearAlgebra, Floats -> Same, differentiable;
+    cdist(x1: x, x2: x, p: float = 2): LinearAlgebra, Floats -> Same, differentiable;
+    pairwise_distance(x1: x, x2: x, p: float = 2, eps: float = 1e-6, keepdim: bool = false) functional:
+        LinearAlgebra, Floats -> Same, differentiable;
+    cosine_similarity(x1: x, x2: x, dim: int = 1, eps: float = 1e-8) functional: LinearAlgebra, Floats -> Same, differentiable;
 }
 
 impl Tensor {

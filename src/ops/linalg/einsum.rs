@@ -322,15 +322,15 @@ impl<const N: usize> From<([isize; N], [isize; N])> for TensordotDims {
 }
 
 operations! {
-    einsum(text, xs): LinearAlgebra, Numbers -> Same, differentiable;
-    tensordot(2, 2): LinearAlgebra, Numbers -> Same, differentiable => |a| {
-        let dims = match a.given(1) {
-            true => TensordotDims::Lists(a.ints(0)?, a.ints(1)?),
-            false => TensordotDims::Count(a.size(0)?),
+    einsum(equation: text, operands: xs): LinearAlgebra, Numbers -> Same, differentiable;
+    tensordot(a: x, b: x, dims: ints = 2, dims_b: ints?): LinearAlgebra, Numbers -> Same, differentiable => |a| {
+        let dims = match a.maybe(1, Args::ints)? {
+            Some(of_b) => TensordotDims::Lists(a.ints(0)?, of_b),
+            None => TensordotDims::Count(a.size(0)?),
         };
         a.x(0)?.tensordot(a.x(1)?, dims)
     };
-    inner(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+    inner(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
 }
 
 impl Tensor {

@@ -18,8 +18,8 @@ use crate::tensor::{Dims, Layout};
 use crate::{Error, Expr, Result, Shape, Tensor, autograd};
 
 operations! {
-    matmul(x, x): LinearAlgebra, Numbers -> Same, differentiable;
-    linear(x, x, x?) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    matmul(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
+    linear(input: x, weight: x, bias: x?) functional: NeuralNetwork, Numbers -> Same, differentiable;
 }
 
 impl Tensor {

@@ -102,23 +102,23 @@ fn check_batches(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
 }
 
 operations! {
-    mm(x, x): LinearAlgebra, Numbers -> Same, differentiable;
-    bmm(x, x): LinearAlgebra, Numbers -> Same, differentiable;
-    mv(x, x): LinearAlgebra, Numbers -> Same, differentiable;
-    dot(x, x): LinearAlgebra, Numbers -> Same, differentiable;
-    vdot(x, x): LinearAlgebra, Numbers -> Same, differentiable;
-    outer(x, x): LinearAlgebra, Numbers -> Same, differentiable;
-    ger(x, x): LinearAlgebra, Numbers -> Same, differentiable;
-    addmm(x, x, x, scalar, scalar): LinearAlgebra, Numbers -> Same, differentiable;
-    addmv(x, x, x, scalar, scalar): LinearAlgebra, Numbers -> Same, differentiable;
-    addr(x, x, x, scalar, scalar): LinearAlgebra, Numbers -> Same, differentiable;
-    baddbmm(x, x, x, scalar, scalar): LinearAlgebra, Numbers -> Same, differentiable;
-    addbmm(x, x, x, scalar, scalar): LinearAlgebra, Numbers -> Same, differentiable;
-    multi_dot(xs) linalg: LinearAlgebra, Numbers -> Same, differentiable;
-    matrix_power(x, size) linalg: LinearAlgebra, Numbers -> Same, differentiable;
-    trace(x): LinearAlgebra, Numbers -> Sum, differentiable;
-    kron(x, x): LinearAlgebra, Numbers -> Same, differentiable;
-    cross(x, x, int) linalg: LinearAlgebra, Numbers -> Same, differentiable;
+    mm(input: x, mat2: x): LinearAlgebra, Numbers -> Same, differentiable;
+    bmm(input: x, mat2: x): LinearAlgebra, Numbers -> Same, differentiable;
+    mv(input: x, vec: x): LinearAlgebra, Numbers -> Same, differentiable;
+    dot(input: x, tensor: x): LinearAlgebra, Numbers -> Same, differentiable;
+    vdot(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
+    outer(input: x, vec2: x): LinearAlgebra, Numbers -> Same, differentiable;
+    ger(input: x, vec2: x): LinearAlgebra, Numbers -> Same, differentiable;
+    addmm(input: x, mat1: x, mat2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
+    addmv(input: x, mat: x, vec: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
+    addr(input: x, vec1: x, vec2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
+    baddbmm(input: x, batch1: x, batch2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
+    addbmm(input: x, batch1: x, batch2: x, beta: scalar = 1, alpha: scalar = 1): LinearAlgebra, Numbers -> Same, differentiable;
+    multi_dot(tensors: xs) linalg: LinearAlgebra, Numbers -> Same, differentiable;
+    matrix_power(input: x, n: size) linalg: LinearAlgebra, Numbers -> Same, differentiable;
+    trace(input: x): LinearAlgebra, Numbers -> Sum, differentiable;
+    kron(input: x, other: x): LinearAlgebra, Numbers -> Same, differentiable;
+    cross(input: x, other: x, dim: int = -1) linalg: LinearAlgebra, Numbers -> Same, differentiable;
 }
 
 /// Products by name.

@@ -12,7 +12,8 @@ mod tests;
 use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
-use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::args::Args;
+use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::linalg::products::{product, product_in};
@@ -48,25 +49,29 @@ pub struct Attention<'a> {
 impl<'a> Attention<'a> {
     /// The arguments of a call by name, where a mask is the last tensor.
     fn arguments(&self) -> [Argument; 4] {
-        [self.is_causal.into(), self.scale.into(), self.enable_gqa.into(), self.dropout_p.into()]
+        [self.dropout_p.into(), self.is_causal.into(), self.scale.into(), self.enable_gqa.into()]
     }
 
     /// The same read, from argument `i` on; the mask is tensor `mask`.
     fn from_args(args: &Args<'a>, i: usize, mask: usize) -> Result<Attention<'a>> {
         Ok(Attention {
             attn_mask: args.optional(mask),
-            is_causal: args.bool(i)?,
-            scale: if args.given(i + 1) { Some(args.float(i + 1)?) } else { None },
-            enable_gqa: args.bool(i + 2)?,
-            dropout_p: if args.given(i + 3) { args.float(i + 3)? } else { 0.0 },
+            dropout_p: args.float(i)?,
+            is_causal: args.bool(i + 1)?,
+            scale: args.maybe(i + 2, Args::float)?,
+            enable_gqa: args.bool(i + 3)?,
         })
     }
 }
 
 operations! {
-    scaled_dot_product_attention(4, 4) functional: NeuralNetwork, Floats -> Same, differentiable
+    scaled_dot_product_attention(query: x, key: x, value: x, attn_mask: x?,
+        dropout_p: float = 0, is_causal: bool = false, scale: float?, enable_gqa: bool = false) functional:
+        NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.scaled_dot_product_attention(a.x(1)?, a.x(2)?, Attention::from_args(a, 0, 3)?);
-    packed_attention(2, 5) "nn.functional.scaled_dot_product_attention": NeuralNetwork, Floats -> Same, differentiable
+    packed_attention(input: x, attn_mask: x?,
+        heads: size, dropout_p: float = 0, is_causal: bool = false, scale: float?, enable_gqa: bool = false)
+        "nn.functional.scaled_dot_product_attention": NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.packed_attention(a.size(0)?, Attention::from_args(a, 1, 1)?);
 }
 

@@ -2,7 +2,8 @@
 
 use crate::backend::problem::interpolation::{Interpolation, Resize, Samples};
 use crate::backend::problem::windows::four;
-use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::args::Args;
+use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::{Result, Shape, Tensor, autograd, backend};
 
@@ -15,7 +16,7 @@ impl Interpolation {
             "nearest" => Ok(Interpolation::Nearest),
             "nearest-exact" => Ok(Interpolation::NearestExact),
             "linear" => Ok(Interpolation::Linear { align_corners: a.bool(2)? }),
-            other => Err(Error::invalid("call", format!("the mode is nearest, nearest-exact or linear, not {other}"))),
+            _ => a.wrong(1, "nearest, nearest-exact or linear"),
         }
     }
 }
@@ -134,8 +135,8 @@ impl Tensor {
 }
 
 operations! {
-    interpolate(1, 3) functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.interpolate(&a.sizes(0)?, Interpolation::of(a)?);
-    pixel_shuffle(x, size) functional: NeuralNetwork, All -> Same, differentiable;
-    pixel_unshuffle(x, size) functional: NeuralNetwork, All -> Same, differentiable;
+    interpolate(input: x, size: sizes, mode: text = "nearest", align_corners: bool = false) functional:
+        NeuralNetwork, Floats -> Same, differentiable => |a| a.x(0)?.interpolate(&a.sizes(0)?, Interpolation::of(a)?);
+    pixel_shuffle(input: x, upscale_factor: size) functional: NeuralNetwork, All -> Same, differentiable;
+    pixel_unshuffle(input: x, downscale_factor: size) functional: NeuralNetwork, All -> Same, differentiable;
 }

@@ -2,7 +2,8 @@
 
 use std::array;
 
-use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::args::Args;
+use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 use crate::{Error, Result};
 
 /// What is around an image: zeros where windows are added up, what is less than any element where the greatest is looked for. Of a
@@ -58,11 +59,11 @@ impl<const D: usize> Padding<D> {
         })
     }
 
-    /// Argument `i` of a call by name; none where it is left out.
+    /// Argument `i` of a call by name.
     pub(crate) fn of(a: &Args, i: usize) -> Result<Self> {
-        match (a.given(i), a.text(i)) {
-            (false, _) | (_, Ok("valid")) => return Ok(Padding::Valid),
-            (_, Ok("same")) => return Ok(Padding::Same),
+        match a.text(i) {
+            Ok("valid") => return Ok(Padding::Valid),
+            Ok("same") => return Ok(Padding::Same),
             _ => {}
         }
         let numbers = a.sizes(i).unwrap_or_default();
@@ -71,7 +72,7 @@ impl<const D: usize> Padding<D> {
             n if n == D => Ok(array::from_fn(side).into()),
             n if n == 2 * D => Ok(array::from_fn(|d| (side(2 * d), side(2 * d + 1))).into()),
             1 => Ok(side(0).into()),
-            _ => a.wrong(i, "a padding: one size, one or two (before and behind) for each dim, 'same' or 'valid'"),
+            _ => a.wrong(i, ParameterKind::Padding.wanted()),
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Pooling: the maximum or the mean of each window.
 
 use crate::backend::problem::windows::{Divisor, Windows};
-use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::args::Args;
+use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{as_images, last, restore_rank};
@@ -350,8 +351,7 @@ impl<const D: usize> MaxPoolOptions<D> {
     }
 
     fn of(a: &Args) -> Result<Self> {
-        let stride = if a.given(1) { Some(a.array(1, [1; D])?) } else { None };
-        let (padding, dilation) = (Padding::of(a, 2)?, a.array(3, [1; D])?);
+        let (stride, padding, dilation) = (a.maybe(1, Args::array)?, Padding::of(a, 2)?, a.array(3)?);
         Ok(MaxPoolOptions { stride, padding, dilation, ceil_mode: a.bool(4)? })
     }
 }
@@ -359,48 +359,57 @@ impl<const D: usize> MaxPoolOptions<D> {
 impl<const D: usize> AvgPoolOptions<D> {
     fn of(a: &Args) -> Result<Self> {
         Ok(AvgPoolOptions {
-            stride: if a.given(1) { Some(a.array(1, [1; D])?) } else { None },
+            stride: a.maybe(1, Args::array)?,
             padding: Padding::of(a, 2)?,
             ceil_mode: a.bool(3)?,
-            count_include_pad: !a.given(4) || a.bool(4)?,
-            divisor_override: if a.given(5) { Some(a.size(5)?) } else { None },
+            count_include_pad: a.bool(4)?,
+            divisor_override: a.maybe(5, Args::size)?,
         })
     }
 }
 
 /// The size of a window, or of a result, in one direction.
 fn size_1d(a: &Args, i: usize) -> Result<usize> {
-    a.array::<1>(i, [1]).map(|[n]| n)
+    a.array(i).map(|[n]| n)
 }
 
 /// The same in several.
 fn sizes<const D: usize>(a: &Args, i: usize) -> Result<[usize; D]> {
-    a.array(i, [1; D])
+    a.array(i)
 }
 
 operations! {
-    max_pool1d(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
+    max_pool1d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
+        functional: NeuralNetwork, Numbers -> Same, differentiable
         => |a| a.x(0)?.max_pool1d(size_1d(a, 0)?, MaxPoolOptions::of(a)?);
-    max_pool2d(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool2d(sizes(a, 0)?, MaxPoolOptions::of(a)?);
-    max_pool3d(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool3d(sizes(a, 0)?, MaxPoolOptions::of(a)?);
-    max_pool1d_with_indices(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
+    max_pool2d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
+        functional: NeuralNetwork, Numbers -> Same, differentiable
+        => |a| a.x(0)?.max_pool2d(a.array(0)?, MaxPoolOptions::of(a)?);
+    max_pool3d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
+        functional: NeuralNetwork, Numbers -> Same, differentiable
+        => |a| a.x(0)?.max_pool3d(a.array(0)?, MaxPoolOptions::of(a)?);
+    max_pool1d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
+        functional: NeuralNetwork, Numbers -> Same, differentiable
         => |a| a.x(0)?.max_pool1d_with_indices(size_1d(a, 0)?, MaxPoolOptions::of(a)?);
-    max_pool2d_with_indices(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool2d_with_indices(sizes(a, 0)?, MaxPoolOptions::of(a)?);
-    max_pool3d_with_indices(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
-        => |a| a.x(0)?.max_pool3d_with_indices(sizes(a, 0)?, MaxPoolOptions::of(a)?);
-    avg_pool1d(1, 6) functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.avg_pool1d(size_1d(a, 0)?, AvgPoolOptions::of(a)?);
-    avg_pool2d(1, 6) functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.avg_pool2d(sizes(a, 0)?, AvgPoolOptions::of(a)?);
-    avg_pool3d(1, 6) functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.avg_pool3d(sizes(a, 0)?, AvgPoolOptions::of(a)?);
-    adaptive_avg_pool1d(x, @size_1d) functional: NeuralNetwork, Floats -> Same, differentiable;
-    adaptive_avg_pool2d(x, @sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
-    adaptive_avg_pool3d(x, @sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
-    adaptive_max_pool1d(x, @size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool2d(x, @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
-    adaptive_max_pool3d(x, @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    max_pool2d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
+        functional: NeuralNetwork, Numbers -> Same, differentiable
+        => |a| a.x(0)?.max_pool2d_with_indices(a.array(0)?, MaxPoolOptions::of(a)?);
+    max_pool3d_with_indices(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0, dilation: sizes = 1, ceil_mode: bool = false)
+        functional: NeuralNetwork, Numbers -> Same, differentiable
+        => |a| a.x(0)?.max_pool3d_with_indices(a.array(0)?, MaxPoolOptions::of(a)?);
+    avg_pool1d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
+        ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
+        NeuralNetwork, Floats -> Same, differentiable => |a| a.x(0)?.avg_pool1d(size_1d(a, 0)?, AvgPoolOptions::of(a)?);
+    avg_pool2d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
+        ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
+        NeuralNetwork, Floats -> Same, differentiable => |a| a.x(0)?.avg_pool2d(a.array(0)?, AvgPoolOptions::of(a)?);
+    avg_pool3d(input: x, kernel_size: sizes, stride: sizes?, padding: padding = 0,
+        ceil_mode: bool = false, count_include_pad: bool = true, divisor_override: size?) functional:
+        NeuralNetwork, Floats -> Same, differentiable => |a| a.x(0)?.avg_pool3d(a.array(0)?, AvgPoolOptions::of(a)?);
+    adaptive_avg_pool1d(input: x, output_size: sizes @size_1d) functional: NeuralNetwork, Floats -> Same, differentiable;
+    adaptive_avg_pool2d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
+    adaptive_avg_pool3d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Floats -> Same, differentiable;
+    adaptive_max_pool1d(input: x, output_size: sizes @size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool2d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool3d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
 }

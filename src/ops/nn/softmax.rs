@@ -83,10 +83,10 @@ pub(crate) fn softmax_derivative(weights: &Tensor, grad: &Tensor) -> Result<Tens
 }
 
 operations! {
-    softmax(x, int): NeuralNetwork, Floats -> Same, differentiable;
-    log_softmax(x, int): NeuralNetwork, Floats -> Same, differentiable;
-    softmin(x, int) functional: NeuralNetwork, Floats -> Same, differentiable;
-    logsumexp(x, dims, bool): Reduction, Floats -> Same, differentiable;
+    softmax(input: x, dim: int): NeuralNetwork, Floats -> Same, differentiable;
+    log_softmax(input: x, dim: int): NeuralNetwork, Floats -> Same, differentiable;
+    softmin(input: x, dim: int) functional: NeuralNetwork, Floats -> Same, differentiable;
+    logsumexp(input: x, dim: dims, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
 }
 
 impl Tensor {

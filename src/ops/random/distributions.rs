@@ -7,23 +7,24 @@ use crate::ops::random::{next_seed, uniform};
 use crate::{DType, Expr, Result, Scalar, Tensor, autograd};
 
 operations! {
-    rand(sizes, options): Random, Floats -> Same;
-    randn(sizes, options): Random, Floats -> Same;
-    randint(0, 5): Random, Numbers -> Same
-        => |a| Tensor::randint(a.int(0)? as i64, a.int(1)? as i64, a.sizes(2)?, (a.dtype(3)?, a.device(4)?));
-    randperm(size, device): Random, All -> I64;
-    rand_like(x): Random, Floats -> Same;
-    randn_like(x): Random, Floats -> Same;
-    randint_like(1, 2): Random, Numbers -> Same => |a| a.x(0)?.randint_like(a.int(0)? as i64, a.int(1)? as i64);
-    bernoulli(x): Random, Floats -> Same;
-    normal(x, x): Random, Floats -> Same;
-    multinomial(x, size, bool): Random, Floats -> I64;
-    dropout(x, float): Random, Floats -> Same, differentiable;
-    dropout2d(x, float) functional: Random, Floats -> Same, differentiable;
-    uniform_(x, float, float): InPlace, Floats -> Same;
-    normal_(x, float, float): InPlace, Floats -> Same;
-    exponential_(x, float): InPlace, Floats -> Same;
-    bernoulli_(x, float): InPlace, All -> Same;
+    rand(size: sizes, options): Random, Floats -> Same;
+    randn(size: sizes, options): Random, Floats -> Same;
+    randint(low: int = 0, high: int, size: sizes, options): Random, Numbers -> Same
+        => |a| Tensor::randint(a.int(0)? as i64, a.int(1)? as i64, a.sizes(2)?, a.options(3)?);
+    randperm(n: size, device: device): Random, All -> I64;
+    rand_like(input: x): Random, Floats -> Same;
+    randn_like(input: x): Random, Floats -> Same;
+    randint_like(input: x, low: int = 0, high: int): Random, Numbers -> Same
+        => |a| a.x(0)?.randint_like(a.int(0)? as i64, a.int(1)? as i64);
+    bernoulli(input: x): Random, Floats -> Same;
+    normal(mean: x, std: x): Random, Floats -> Same;
+    multinomial(input: x, num_samples: size, replacement: bool = false): Random, Floats -> I64;
+    dropout(input: x, p: float = 0.5): Random, Floats -> Same, differentiable;
+    dropout2d(input: x, p: float = 0.5) functional: Random, Floats -> Same, differentiable;
+    uniform_(input: x, from: float = 0, to: float = 1): InPlace, Floats -> Same;
+    normal_(input: x, mean: float = 0, std: float = 1): InPlace, Floats -> Same;
+    exponential_(input: x, lambd: float = 1): InPlace, Floats -> Same;
+    bernoulli_(input: x, p: float = 0.5): InPlace, All -> Same;
 }
 
 impl Tensor {

@@ -62,12 +62,12 @@ fn cumprod_by_doubling(x: &Tensor, dim: isize) -> Result<Tensor> {
 }
 
 operations! {
-    cumsum(x, int): Scan, All -> Sum, differentiable;
-    cumprod(x, int): Scan, All -> Sum, differentiable;
-    cummax(x, int): Scan, All -> Same, differentiable;
-    cummin(x, int): Scan, All -> Same, differentiable;
-    logcumsumexp(x, int): Scan, Floats -> Same, differentiable;
-    diff(x, size, int): Scan, All -> Same, differentiable;
+    cumsum(input: x, dim: int): Scan, All -> Sum, differentiable;
+    cumprod(input: x, dim: int): Scan, All -> Sum, differentiable;
+    cummax(input: x, dim: int): Scan, All -> Same, differentiable;
+    cummin(input: x, dim: int): Scan, All -> Same, differentiable;
+    logcumsumexp(input: x, dim: int): Scan, Floats -> Same, differentiable;
+    diff(input: x, n: size = 1, dim: int = -1): Scan, All -> Same, differentiable;
 }
 
 impl Tensor {

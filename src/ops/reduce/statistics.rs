@@ -12,12 +12,12 @@ use crate::tensor::Layout;
 use crate::{DType, Expr, Result, Scalar, Tensor, backend};
 
 operations! {
-    var(x, dims, size, bool): Reduction, Floats -> Same, differentiable;
-    std(x, dims, size, bool): Reduction, Floats -> Same, differentiable;
-    var_mean(x, dims, size, bool): Reduction, Floats -> Same, differentiable;
-    std_mean(x, dims, size, bool): Reduction, Floats -> Same, differentiable;
-    aminmax(x, dims, bool): Reduction, All -> Same, differentiable;
-    nanmean(x, dims, bool): Reduction, Floats -> Same, differentiable;
+    var(input: x, dim: dims, correction: size = 1, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
+    std(input: x, dim: dims, correction: size = 1, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
+    var_mean(input: x, dim: dims, correction: size = 1, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
+    std_mean(input: x, dim: dims, correction: size = 1, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
+    aminmax(input: x, dim: dims, keepdim: bool = false): Reduction, All -> Same, differentiable;
+    nanmean(input: x, dim: dims, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
 }
 
 impl Tensor {

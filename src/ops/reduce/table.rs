@@ -160,7 +160,7 @@ macro_rules! define {
         /// Every reduction, in the order of the documentation.
         pub static REDUCTIONS: &[&ReductionRow] = &[$(&rows::$name),*];
 
-        operations! { $($name(x, dims, bool) $torch: Reduction, $takes -> $gives, $gradient;)* }
+        operations! { $($name(input: x, dim: dims, keepdim: bool = false) $torch: Reduction, $takes -> $gives, $gradient;)* }
 
         /// Reductions over any dims: one method for each row of [`REDUCTIONS`](crate::ops::REDUCTIONS).
         ///

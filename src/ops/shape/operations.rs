@@ -2,7 +2,7 @@
 
 use crate::error::Excerpt;
 use crate::ops::PadMode;
-use crate::ops::dispatch::arguments::Args;
+use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::Index;
 use crate::{Result, Tensor};
@@ -14,9 +14,10 @@ fn at(a: &Args, i: usize) -> Result<Vec<Index>> {
 
 /// PyTorch's word for a mode, and the constant.
 fn pad_mode(a: &Args) -> Result<PadMode> {
-    match if a.given(1) { a.text(1)? } else { "constant" } {
-        mode if mode != "constant" && a.given(2) => Err(Error::invalid("pad", format!("'{mode}' takes no value"))),
-        "constant" => Ok(if a.given(2) { PadMode::Constant(a.scalar(2)?) } else { PadMode::default() }),
+    let value = a.maybe(2, Args::scalar)?;
+    match a.text(1)? {
+        mode if mode != "constant" && value.is_some() => Err(Error::invalid("pad", format!("'{mode}' takes no value"))),
+        "constant" => Ok(value.map_or(PadMode::default(), PadMode::Constant)),
         "reflect" => Ok(PadMode::Reflect),
         "replicate" => Ok(PadMode::Replicate),
         "circular" => Ok(PadMode::Circular),
@@ -27,84 +28,84 @@ fn pad_mode(a: &Args) -> Result<PadMode> {
 }
 
 operations! {
-    empty(sizes, options): Creation, All -> Same;
-    zeros(sizes, options): Creation, All -> Same;
-    ones(sizes, options): Creation, All -> Same;
-    full(sizes, scalar, options): Creation, All -> Same;
-    arange(scalar, scalar, scalar, options): Creation, Numbers -> Same;
-    linspace(float, float, size, options): Creation, Numbers -> Same;
-    logspace(float, float, size, float, options): Creation, Numbers -> Same;
-    eye(sizes, options): Creation, All -> Same;
-    tril_indices(size, size, int, device): Creation, All -> I64;
-    triu_indices(size, size, int, device): Creation, All -> I64;
-    empty_like(x): Creation, All -> Same;
-    zeros_like(x): Creation, All -> Same;
-    ones_like(x): Creation, All -> Same;
-    full_like(x, scalar): Creation, All -> Same;
-    detach(1, 0): View, All -> Same => |a| Ok(a.x(0)?.detach());
-    reshape(x, ints): View, All -> Same, differentiable;
-    view(x, ints): View, All -> Same, differentiable;
-    reshape_as(x, x): View, All -> Same, differentiable;
-    ravel(x): View, All -> Same, differentiable;
-    flatten(x, int, int): View, All -> Same, differentiable;
-    unflatten(x, int, ints): View, All -> Same, differentiable;
-    transpose(x, int, int): View, All -> Same, differentiable;
-    t(x): View, All -> Same, differentiable;
-    mt(x) "mT": View, All -> Same, differentiable;
-    permute(x, &ints): View, All -> Same, differentiable;
-    movedim(x, ints, ints): View, All -> Same, differentiable;
-    narrow(x, int, size, size): View, All -> Same, differentiable;
-    slice(x, int, int?, int?, int) "Tensor.__getitem__": View, All -> Same, differentiable;
-    select(x, int, int): View, All -> Same, differentiable;
-    i(1, 1) "Tensor.__getitem__": View, All -> Same, differentiable => |a| a.x(0)?.i(&at(a, 0)?[..]);
-    squeeze(x, int): View, All -> Same, differentiable;
-    squeeze_dims(x, &ints) "squeeze": View, All -> Same, differentiable;
-    squeeze_all(x) "squeeze": View, All -> Same, differentiable;
-    unsqueeze(x, ints): View, All -> Same, differentiable;
-    expand(x, ints): View, All -> Same, differentiable;
-    broadcast_to(x, ints): View, All -> Same, differentiable;
-    expand_as(x, x): View, All -> Same, differentiable;
-    flip(x, dims): View, All -> Same, differentiable;
-    fliplr(x): View, All -> Same, differentiable;
-    flipud(x): View, All -> Same, differentiable;
-    rot90(x, int, int, int): View, All -> Same, differentiable;
-    diagonal(x, int, int, int): View, All -> Same, differentiable;
-    diag(x, int): View, All -> Same, differentiable;
-    unfold(x, int, size, size) "Tensor.unfold": View, All -> Same, differentiable;
-    as_strided(1, 3): View, All -> Same, differentiable
-        => |a| a.x(0)?.as_strided(a.sizes(0)?, &a.ints(1)?, if a.given(2) { Some(a.int(2)? as usize) } else { None });
-    atleast_1d(x): View, All -> Same, differentiable;
-    atleast_2d(x): View, All -> Same, differentiable;
-    atleast_3d(x): View, All -> Same, differentiable;
-    unbind(x, int): View, All -> Same, differentiable;
-    split(x, size, int): View, All -> Same, differentiable;
-    split_with_sizes(x, &sizes, int): View, All -> Same, differentiable;
-    chunk(x, size, int): View, All -> Same, differentiable;
-    tensor_split(x, size, int): View, All -> Same, differentiable;
-    tensor_split_at(x, &ints, int) "tensor_split": View, All -> Same, differentiable;
-    meshgrid(xs): View, All -> Same, differentiable;
-    meshgrid_xy(xs) "meshgrid": View, All -> Same, differentiable;
-    cat(xs, int): Joining, All -> Same, differentiable;
-    stack(xs, int): Joining, All -> Same, differentiable;
-    hstack(xs): Joining, All -> Same, differentiable;
-    vstack(xs): Joining, All -> Same, differentiable;
-    dstack(xs): Joining, All -> Same, differentiable;
-    column_stack(xs): Joining, All -> Same, differentiable;
-    block_diag(xs): Joining, All -> Same, differentiable;
-    diag_embed(x, int, int, int): Joining, All -> Same, differentiable;
-    pad(1, 3) functional: Joining, All -> Same, differentiable => |a| a.x(0)?.pad(&a.ints(0)?, pad_mode(a)?);
-    repeat(x, &sizes) "Tensor.repeat": Joining, All -> Same, differentiable;
-    tile(x, &sizes): Joining, All -> Same, differentiable;
-    repeat_interleave(x, size, int?): Joining, All -> Same, differentiable;
-    repeat_interleave_tensor(x, x, int) "repeat_interleave": Joining, All -> Same, differentiable;
-    roll(x, &ints, &ints): Joining, All -> Same, differentiable;
-    slice_assign(2, 1) "Tensor.__setitem__": Indexing, All -> Same, differentiable
+    empty(size: sizes, options): Creation, All -> Same;
+    zeros(size: sizes, options): Creation, All -> Same;
+    ones(size: sizes, options): Creation, All -> Same;
+    full(size: sizes, fill_value: scalar, options): Creation, All -> Same;
+    arange(start: scalar = 0, end: scalar, step: scalar = 1, options): Creation, Numbers -> Same;
+    linspace(start: float, end: float, steps: size, options): Creation, Numbers -> Same;
+    logspace(start: float, end: float, steps: size, base: float = 10, options): Creation, Numbers -> Same;
+    eye(size: sizes, options): Creation, All -> Same;
+    tril_indices(row: size, col: size, offset: int = 0, device: device): Creation, All -> I64;
+    triu_indices(row: size, col: size, offset: int = 0, device: device): Creation, All -> I64;
+    empty_like(input: x): Creation, All -> Same;
+    zeros_like(input: x): Creation, All -> Same;
+    ones_like(input: x): Creation, All -> Same;
+    full_like(input: x, fill_value: scalar): Creation, All -> Same;
+    detach(input: x): View, All -> Same => |a| Ok(a.x(0)?.detach());
+    reshape(input: x, shape: ints): View, All -> Same, differentiable;
+    view(input: x, size: ints): View, All -> Same, differentiable;
+    reshape_as(input: x, other: x): View, All -> Same, differentiable;
+    ravel(input: x): View, All -> Same, differentiable;
+    flatten(input: x, start_dim: int = 0, end_dim: int = -1): View, All -> Same, differentiable;
+    unflatten(input: x, dim: int, sizes: ints): View, All -> Same, differentiable;
+    transpose(input: x, dim0: int, dim1: int): View, All -> Same, differentiable;
+    t(input: x): View, All -> Same, differentiable;
+    mt(input: x) "mT": View, All -> Same, differentiable;
+    permute(input: x, dims: &ints): View, All -> Same, differentiable;
+    movedim(input: x, source: ints, destination: ints): View, All -> Same, differentiable;
+    narrow(input: x, dim: int, start: size, length: size): View, All -> Same, differentiable;
+    slice(input: x, dim: int = 0, start: int?, end: int?, step: int = 1) "Tensor.__getitem__": View, All -> Same, differentiable;
+    select(input: x, dim: int, index: int): View, All -> Same, differentiable;
+    i(input: x, indices: ints) "Tensor.__getitem__": View, All -> Same, differentiable => |a| a.x(0)?.i(&at(a, 0)?[..]);
+    squeeze(input: x, dim: int): View, All -> Same, differentiable;
+    squeeze_dims(input: x, dim: &ints) "squeeze": View, All -> Same, differentiable;
+    squeeze_all(input: x) "squeeze": View, All -> Same, differentiable;
+    unsqueeze(input: x, dim: ints): View, All -> Same, differentiable;
+    expand(input: x, size: ints): View, All -> Same, differentiable;
+    broadcast_to(input: x, size: ints): View, All -> Same, differentiable;
+    expand_as(input: x, other: x): View, All -> Same, differentiable;
+    flip(input: x, dims: dims): View, All -> Same, differentiable;
+    fliplr(input: x): View, All -> Same, differentiable;
+    flipud(input: x): View, All -> Same, differentiable;
+    rot90(input: x, k: int = 1, dim0: int = 0, dim1: int = 1): View, All -> Same, differentiable;
+    diagonal(input: x, offset: int = 0, dim1: int = 0, dim2: int = 1): View, All -> Same, differentiable;
+    diag(input: x, diagonal: int = 0): View, All -> Same, differentiable;
+    unfold(input: x, dimension: int, size: size, step: size) "Tensor.unfold": View, All -> Same, differentiable;
+    as_strided(input: x, size: sizes, stride: &ints, storage_offset: size?): View, All -> Same, differentiable;
+    atleast_1d(input: x): View, All -> Same, differentiable;
+    atleast_2d(input: x): View, All -> Same, differentiable;
+    atleast_3d(input: x): View, All -> Same, differentiable;
+    unbind(input: x, dim: int = 0): View, All -> Same, differentiable;
+    split(input: x, split_size: size, dim: int = 0): View, All -> Same, differentiable;
+    split_with_sizes(input: x, split_sizes: &sizes, dim: int = 0): View, All -> Same, differentiable;
+    chunk(input: x, chunks: size, dim: int = 0): View, All -> Same, differentiable;
+    tensor_split(input: x, sections: size, dim: int = 0): View, All -> Same, differentiable;
+    tensor_split_at(input: x, indices: &ints, dim: int = 0) "tensor_split": View, All -> Same, differentiable;
+    meshgrid(tensors: xs): View, All -> Same, differentiable;
+    meshgrid_xy(tensors: xs) "meshgrid": View, All -> Same, differentiable;
+    cat(tensors: xs, dim: int = 0): Joining, All -> Same, differentiable;
+    stack(tensors: xs, dim: int = 0): Joining, All -> Same, differentiable;
+    hstack(tensors: xs): Joining, All -> Same, differentiable;
+    vstack(tensors: xs): Joining, All -> Same, differentiable;
+    dstack(tensors: xs): Joining, All -> Same, differentiable;
+    column_stack(tensors: xs): Joining, All -> Same, differentiable;
+    block_diag(tensors: xs): Joining, All -> Same, differentiable;
+    diag_embed(input: x, offset: int = 0, dim1: int = -2, dim2: int = -1): Joining, All -> Same, differentiable;
+    pad(input: x, pad: ints, mode: text = "constant", value: scalar?) functional: Joining, All -> Same, differentiable
+        => |a| a.x(0)?.pad(&a.ints(0)?, pad_mode(a)?);
+    repeat(input: x, repeats: &sizes) "Tensor.repeat": Joining, All -> Same, differentiable;
+    tile(input: x, dims: &sizes): Joining, All -> Same, differentiable;
+    repeat_interleave(input: x, repeats: size, dim: int?): Joining, All -> Same, differentiable;
+    repeat_interleave_tensor(input: x, repeats: x, dim: int) "repeat_interleave": Joining, All -> Same, differentiable;
+    roll(input: x, shifts: &ints, dims: &ints = &[0i32; 0]): Joining, All -> Same, differentiable;
+    slice_assign(input: x, src: x, indices: ints) "Tensor.__setitem__": Indexing, All -> Same, differentiable
         => |a| a.x(0)?.slice_assign(&at(a, 0)?[..], a.x(1)?);
-    slice_assign_(2, 1) "Tensor.__setitem__": InPlace, All -> Same
+    slice_assign_(input: x, src: x, indices: ints) "Tensor.__setitem__": InPlace, All -> Same
         => |a| a.x(0)?.slice_assign_(&at(a, 0)?[..], a.x(1)?).map(Tensor::shallow_clone);
-    slice_scatter(x, x, int, int?, int?, int): Indexing, All -> Same, differentiable;
-    select_scatter(x, x, int, int): Indexing, All -> Same, differentiable;
-    diagonal_scatter(x, x, int, int, int): Indexing, All -> Same, differentiable;
-    tril / tril_ (x, int): Indexing, All -> Same, differentiable;
-    triu / triu_ (x, int): Indexing, All -> Same, differentiable;
+    slice_scatter(input: x, src: x, dim: int = 0, start: int?, end: int?, step: int = 1): Indexing, All -> Same, differentiable;
+    select_scatter(input: x, src: x, dim: int, index: int): Indexing, All -> Same, differentiable;
+    diagonal_scatter(input: x, src: x, offset: int = 0, dim1: int = 0, dim2: int = 1): Indexing, All -> Same, differentiable;
+    tril / tril_ (input: x, diagonal: int = 0): Indexing, All -> Same, differentiable;
+    triu / triu_ (input: x, diagonal: int = 0): Indexing, All -> Same, differentiable;
 }

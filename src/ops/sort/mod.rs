@@ -62,12 +62,12 @@ pub(crate) fn nth(op: &'static str, t: &Tensor, dim: isize, nth: Nth) -> Result<
 }
 
 operations! {
-    sort(x, int, bool): Sorting, All -> Same, differentiable;
-    argsort(x, int, bool): Sorting, All -> I64;
-    msort(x): Sorting, All -> Same, differentiable;
-    isin(x, x): Sorting, All -> Bool;
-    searchsorted(x, x, bool): Sorting, All -> I64;
-    bucketize(x, x, bool): Sorting, All -> I64;
+    sort(input: x, dim: int = -1, descending: bool = false): Sorting, All -> Same, differentiable;
+    argsort(input: x, dim: int = -1, descending: bool = false): Sorting, All -> I64;
+    msort(input: x): Sorting, All -> Same, differentiable;
+    isin(elements: x, test_elements: x): Sorting, All -> Bool;
+    searchsorted(sorted_sequence: x, input: x, right: bool = false): Sorting, All -> I64;
+    bucketize(input: x, boundaries: x, right: bool = false): Sorting, All -> I64;
 }
 
 impl Tensor {

@@ -9,15 +9,15 @@ use crate::ops::sort::{first_sorted, nth, sorted};
 use crate::{DType, Expr, Result, Scalar, Tensor};
 
 operations! {
-    topk(x, size, int, bool): Sorting, All -> Same, differentiable;
-    kthvalue(x, size, int, bool): Sorting, All -> Same, differentiable;
-    median(x, int, bool): Sorting, All -> Same, differentiable;
-    nanmedian(x, int, bool): Sorting, All -> Same, differentiable;
-    mode(x, int, bool): Sorting, All -> Same, differentiable;
-    quantile(x, float, int, bool): Sorting, Floats -> Same, differentiable;
-    nanquantile(x, float, int, bool): Sorting, Floats -> Same, differentiable;
-    max_dim(x, int, bool) "max": Reduction, All -> Same, differentiable;
-    min_dim(x, int, bool) "min": Reduction, All -> Same, differentiable;
+    topk(input: x, k: size, dim: int = -1, largest: bool = true): Sorting, All -> Same, differentiable;
+    kthvalue(input: x, k: size, dim: int = -1, keepdim: bool = false): Sorting, All -> Same, differentiable;
+    median(input: x, dim: int, keepdim: bool = false): Sorting, All -> Same, differentiable;
+    nanmedian(input: x, dim: int, keepdim: bool = false): Sorting, All -> Same, differentiable;
+    mode(input: x, dim: int = -1, keepdim: bool = false): Sorting, All -> Same, differentiable;
+    quantile(input: x, q: float, dim: int, keepdim: bool = false): Sorting, Floats -> Same, differentiable;
+    nanquantile(input: x, q: float, dim: int, keepdim: bool = false): Sorting, Floats -> Same, differentiable;
+    max_dim(input: x, dim: int, keepdim: bool = false) "max": Reduction, All -> Same, differentiable;
+    min_dim(input: x, dim: int, keepdim: bool = false) "min": Reduction, All -> Same, differentiable;
 }
 
 /// The element of every line of `t` along `dim` that `find` gives the index of (of a tensor of rank 1 at least; the

@@ -1,7 +1,7 @@
 //! The options of convolutions, and their rows in the catalogue.
 
 use crate::Result;
-use crate::ops::dispatch::arguments::Args;
+use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
 use crate::ops::nn::window::{fold, unfold};
@@ -62,37 +62,44 @@ impl<const D: usize> Default for ConvTransposeOptions<D> {
 
 impl<const D: usize> ConvOptions<D> {
     fn of(a: &Args) -> Result<Self> {
-        let padding = Padding::of(a, 1)?;
-        let groups = if a.given(3) { a.size(3)? } else { 1 };
-        Ok(ConvOptions { stride: a.array(0, [1; D])?, padding, dilation: a.array(2, [1; D])?, groups })
+        let (stride, padding, dilation) = (a.array(0)?, Padding::of(a, 1)?, a.array(2)?);
+        Ok(ConvOptions { stride, padding, dilation, groups: a.size(3)? })
     }
 }
 
 impl<const D: usize> ConvTransposeOptions<D> {
     fn of(a: &Args) -> Result<Self> {
-        let groups = if a.given(3) { a.size(3)? } else { 1 };
-        let (stride, padding, output_padding) = (a.array(0, [1; D])?, Padding::of(a, 1)?, a.array(2, [0; D])?);
-        Ok(ConvTransposeOptions { stride, padding, output_padding, dilation: a.array(4, [1; D])?, groups })
+        let (stride, padding, output_padding) = (a.array(0)?, Padding::of(a, 1)?, a.array(2)?);
+        Ok(ConvTransposeOptions { stride, padding, output_padding, groups: a.size(3)?, dilation: a.array(4)? })
     }
 }
 
 operations! {
-    conv1d(3, 4) functional: NeuralNetwork, Floats -> Same, differentiable
+    conv1d(input: x, weight: x, bias: x?, stride: sizes = 1, padding: padding = 0, dilation: sizes = 1, groups: size = 1)
+        functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.conv1d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
-    conv2d(3, 4) functional: NeuralNetwork, Floats -> Same, differentiable
+    conv2d(input: x, weight: x, bias: x?, stride: sizes = 1, padding: padding = 0, dilation: sizes = 1, groups: size = 1)
+        functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.conv2d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
-    conv3d(3, 4) functional: NeuralNetwork, Floats -> Same, differentiable
+    conv3d(input: x, weight: x, bias: x?, stride: sizes = 1, padding: padding = 0, dilation: sizes = 1, groups: size = 1)
+        functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.conv3d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
-    conv_transpose1d(3, 5) functional: NeuralNetwork, Floats -> Same, differentiable
+    conv_transpose1d(input: x, weight: x, bias: x?,
+        stride: sizes = 1, padding: padding = 0, output_padding: sizes = 0, groups: size = 1, dilation: sizes = 1)
+        functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.conv_transpose1d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
-    conv_transpose2d(3, 5) functional: NeuralNetwork, Floats -> Same, differentiable
+    conv_transpose2d(input: x, weight: x, bias: x?,
+        stride: sizes = 1, padding: padding = 0, output_padding: sizes = 0, groups: size = 1, dilation: sizes = 1)
+        functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.conv_transpose2d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
-    conv_transpose3d(3, 5) functional: NeuralNetwork, Floats -> Same, differentiable
+    conv_transpose3d(input: x, weight: x, bias: x?,
+        stride: sizes = 1, padding: padding = 0, output_padding: sizes = 0, groups: size = 1, dilation: sizes = 1)
+        functional: NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.conv_transpose3d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
-    unfold2d(1, 4) "nn.functional.unfold": NeuralNetwork, All -> Same, differentiable
-        => |a| unfold(a.x(0)?, a.array(0, [1; 2])?, a.array(1, [1; 2])?, Padding::of(a, 2)?, a.array(3, [1; 2])?);
-    fold(1, 5) functional: NeuralNetwork, Floats -> Same, differentiable => |a| {
-        let (size, kernel, dilation) = (a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [1; 2])?);
-        fold(a.x(0)?, size, kernel, dilation, Padding::of(a, 3)?, a.array(4, [1; 2])?)
-    };
+    unfold2d(input: x, kernel_size: sizes, dilation: sizes = 1, padding: padding = 0, stride: sizes = 1)
+        "nn.functional.unfold": NeuralNetwork, All -> Same, differentiable
+        => |a| unfold(a.x(0)?, a.array(0)?, a.array(1)?, Padding::of(a, 2)?, a.array(3)?);
+    fold(input: x, output_size: sizes, kernel_size: sizes, dilation: sizes = 1, padding: padding = 0, stride: sizes = 1)
+        functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| fold(a.x(0)?, a.array(0)?, a.array(1)?, a.array(2)?, Padding::of(a, 3)?, a.array(4)?);
 }

@@ -7,7 +7,8 @@ mod distance;
 mod labels;
 mod pointwise;
 
-use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::args::Args;
+use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::{CrossEntropy, Expr, LossReduction, Result, Tensor};
 
@@ -77,48 +78,53 @@ impl From<LossReduction> for Argument {
     }
 }
 
-/// The mean where it is left out.
 fn reduction(a: &Args, i: usize) -> Result<LossReduction> {
-    match if a.given(i) { a.text(i)? } else { "mean" } {
+    match a.text(i)? {
         "mean" => Ok(LossReduction::Mean),
         "sum" => Ok(LossReduction::Sum),
         "batchmean" => Ok(LossReduction::BatchMean),
         "none" => Ok(LossReduction::None),
-        other => Err(Error::invalid("call", format!("the reduction is mean, sum, batchmean or none, not {other}"))),
+        _ => a.wrong(i, "mean, sum, batchmean or none"),
     }
 }
 
 operations! {
-    mse_loss(2, 1) functional: Loss, Floats -> Same, differentiable
+    mse_loss(input: x, target: x, reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable
         => |a| a.x(0)?.mse_loss_with(a.x(1)?, reduction(a, 0)?);
-    l1_loss(2, 1) functional: Loss, Floats -> Same, differentiable
+    l1_loss(input: x, target: x, reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable
         => |a| a.x(0)?.l1_loss_with(a.x(1)?, reduction(a, 0)?);
-    smooth_l1_loss(x, x, float, @reduction) functional: Loss, Floats -> Same, differentiable;
-    huber_loss(x, x, float, @reduction) functional: Loss, Floats -> Same, differentiable;
-    binary_cross_entropy(x, x, x?, @reduction) functional: Loss, Floats -> Same, differentiable;
-    binary_cross_entropy_with_logits(4, 2) functional: Loss, Floats -> Same, differentiable => |a| {
-        // With the flag, a single third tensor is `pos_weight`; otherwise `pos_weight` is the fourth.
-        let (weight, positive) = match (a.bool(1)?, a.optional(2), a.optional(3)) {
-            (true, positive, None) => (None, positive),
-            (_, weight, positive) => (weight, positive),
-        };
-        a.x(0)?.binary_cross_entropy_with_logits(a.x(1)?, weight, positive, reduction(a, 0)?)
-    };
-    kl_div(x, x, @reduction, bool) functional: Loss, Floats -> Same, differentiable;
-    poisson_nll_loss(x, x, bool, bool, float, @reduction) functional: Loss, Floats -> Same, differentiable;
-    gaussian_nll_loss(x, x, x, bool, float, @reduction) functional: Loss, Floats -> Same, differentiable;
-    soft_margin_loss(x, x, @reduction) functional: Loss, Floats -> Same, differentiable;
-    hinge_embedding_loss(x, x, float, @reduction) functional: Loss, Floats -> Same, differentiable;
-    margin_ranking_loss(x, x, x, float, @reduction) functional: Loss, Floats -> Same, differentiable;
-    cosine_embedding_loss(x, x, x, float, @reduction) functional: Loss, Floats -> Same, differentiable;
-    triplet_margin_loss(x, x, x, float, float, bool, @reduction) functional: Loss, Floats -> Same, differentiable;
-    cross_entropy(3, 3) functional: Loss, Floats -> Same, differentiable => |a| {
-        let ignore_index = a.int(1)? as i64;
-        let (reduction, label_smoothing) = (reduction(a, 0)?, a.float(2)?);
+    smooth_l1_loss(input: x, target: x, beta: float = 1, reduction: text @reduction = "mean") functional:
+        Loss, Floats -> Same, differentiable;
+    huber_loss(input: x, target: x, delta: float = 1, reduction: text @reduction = "mean") functional:
+        Loss, Floats -> Same, differentiable;
+    binary_cross_entropy(input: x, target: x, weight: x?, reduction: text @reduction = "mean") functional:
+        Loss, Floats -> Same, differentiable;
+    binary_cross_entropy_with_logits(input: x, target: x, weight: x?, pos_weight: x?, reduction: text @reduction = "mean")
+        functional: Loss, Floats -> Same, differentiable;
+    kl_div(input: x, target: x, reduction: text @reduction = "mean", log_target: bool = false) functional:
+        Loss, Floats -> Same, differentiable;
+    poisson_nll_loss(input: x, target: x, log_input: bool = true, full: bool = false, eps: float = 1e-8,
+        reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable;
+    gaussian_nll_loss(input: x, target: x, var: x, full: bool = false, eps: float = 1e-6, reduction: text @reduction = "mean")
+        functional: Loss, Floats -> Same, differentiable;
+    soft_margin_loss(input: x, target: x, reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable;
+    hinge_embedding_loss(input: x, target: x, margin: float = 1, reduction: text @reduction = "mean") functional:
+        Loss, Floats -> Same, differentiable;
+    margin_ranking_loss(input1: x, input2: x, target: x, margin: float = 0, reduction: text @reduction = "mean") functional:
+        Loss, Floats -> Same, differentiable;
+    cosine_embedding_loss(input1: x, input2: x, target: x, margin: float = 0, reduction: text @reduction = "mean") functional:
+        Loss, Floats -> Same, differentiable;
+    triplet_margin_loss(anchor: x, positive: x, negative: x, margin: float = 1, p: float = 2, swap: bool = false,
+        reduction: text @reduction = "mean") functional: Loss, Floats -> Same, differentiable;
+    cross_entropy(input: x, target: x, weight: x?,
+        reduction: text = "mean", ignore_index: int = -100, label_smoothing: float = 0) functional:
+        Loss, Floats -> Same, differentiable => |a| {
+        let (reduction, ignore_index, label_smoothing) = (reduction(a, 0)?, a.int(1)? as i64, a.float(2)?);
         let options = CrossEntropy { reduction, ignore_index, label_smoothing, weight: a.optional(2) };
         a.x(0)?.cross_entropy_with(a.x(1)?, options)
     };
-    nll_loss(3, 2) functional: Loss, Floats -> Same, differentiable => |a| {
+    nll_loss(input: x, target: x, weight: x?, reduction: text = "mean", ignore_index: int = -100) functional:
+        Loss, Floats -> Same, differentiable => |a| {
         let (reduction, ignore_index) = (reduction(a, 0)?, a.int(1)? as i64);
         a.x(0)?
             .nll_loss(a.x(1)?, CrossEntropy { reduction, ignore_index, weight: a.optional(2), ..CrossEntropy::default() })

@@ -142,7 +142,7 @@ impl Tensor {
         let op = "binary_cross_entropy_with_logits";
         same_shape(op, &[self, target])?;
         let inputs: Vec<&Tensor> = [self, target].into_iter().chain(weight).chain(pos_weight).collect();
-        replaced!(op, inputs, reduction, pos_weight.is_some());
+        replaced!(op, [Some(self), Some(target), weight, pos_weight], reduction);
         losses(op, &inputs, reduction, |e| {
             let (x, t, last) = (&e[0], &e[1], &e[e.len() - 1]);
             let log = x.logsigmoid();

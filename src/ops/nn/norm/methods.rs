@@ -5,7 +5,6 @@ use smallvec::SmallVec;
 use crate::autograd::is_tracked;
 use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{View, unbind};
-use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::autocast::widen;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::recorded;
@@ -39,15 +38,6 @@ fn in_f32(inputs: &[&Tensor]) -> Result<Option<(SmallVec<[Tensor; 3]>, DType)>> 
         None if mixed => Some((widen(inputs)?.unwrap_or_default(), half)),
         None => None,
     })
-}
-
-/// Asks the registry, by which a bias comes after a weight only.
-macro_rules! replace {
-    ($op:expr, $inputs:expr, $weight:expr, $bias:expr $(, $argument:expr)*) => {
-        if $weight.is_some() || $bias.is_none() {
-            replaced!($op, $inputs $(, $argument)*);
-        }
-    };
 }
 
 /// Weight and bias of one number for each channel.
@@ -104,7 +94,7 @@ impl Tensor {
             let (weight, bias) = rest(&wide, weight, bias);
             return wide[0].layer_norm(normalized_shape, weight, bias, eps)?.to_dtype(dtype);
         }
-        replace!(op, inputs, weight, bias, normalized_shape, eps);
+        replaced!(op, [Some(self), weight, bias], normalized_shape, eps);
         check_last(op, self, normalized_shape, &[weight, bias])?;
         let n = normalized_shape.iter().product();
         let statistics = View::Last(n).statistics(self)?;
@@ -121,7 +111,7 @@ impl Tensor {
         let op = "rms_norm";
         let inputs = given(self, weight, None);
         cast_first!(widened(&inputs)?, |x| x[0].rms_norm(normalized_shape, rest(x, weight, None).0, eps));
-        replace!(op, inputs, weight, None::<&Tensor>, normalized_shape, eps);
+        replaced!(op, inputs, normalized_shape, eps);
         check_last(op, self, normalized_shape, &[weight])?;
         let n = normalized_shape.iter().product();
         let least = match self.dtype {
@@ -152,7 +142,7 @@ impl Tensor {
             let (weight, bias) = rest(&wide, weight, bias);
             return wide[0].group_norm(groups, weight, bias, eps)?.to_dtype(dtype);
         }
-        replace!(op, inputs, weight, bias, groups, eps);
+        replaced!(op, [Some(self), weight, bias], groups, eps);
         check_channels(op, self, &[weight, bias])?;
         same_dtype(op, &inputs)?;
         let channels = self.shape().dims()[1];
@@ -169,8 +159,7 @@ impl Tensor {
     /// As [`Tensor::layer_norm`].
     pub fn instance_norm(&self, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
         let op = "instance_norm";
-        let inputs = given(self, weight, bias);
-        replace!(op, inputs, weight, bias, eps);
+        replaced!(op, [Some(self), weight, bias], eps);
         check_channels(op, self, &[weight, bias])?;
         self.group_norm(self.shape().dims()[1].max(1), weight, bias, eps).named(op)
     }
@@ -179,9 +168,6 @@ impl Tensor {
     /// batch, launched as [`Tensor::layer_norm`] and once more for the running statistics, which move towards the batch's mean
     /// and unbiased variance; otherwise by the running statistics. Floats, computed in f32 at least; f16 and bf16 with
     /// numbers of their own dtype or in f32. Differentiable in x, weight and bias.
-    ///
-    /// By name ([`ops::call`](crate::ops::call)) it takes x, running mean, running variance, weight and bias, then whether it is
-    /// training, the momentum and eps. In training without a momentum there are no running statistics among the tensors.
     ///
     /// ```
     /// use claystone::{BatchNormOptions, Device, Tensor};
@@ -202,14 +188,9 @@ impl Tensor {
             let (weight, bias) = rest(&wide, weight, bias);
             return wide[0].batch_norm(BatchNormOptions { weight, bias, ..options })?.to_dtype(dtype);
         }
-        match (training, running_mean, running_var) {
-            (true, None, None) => replace!(op, inputs, weight, bias, true, Argument::None, eps),
-            (false, Some(mean), Some(var)) => {
-                let inputs: Dims<&Tensor> = [self, mean, var].into_iter().chain(weight).chain(bias).collect();
-                replace!(op, inputs, weight, bias, false, momentum, eps);
-            }
-            // Running statistics are updated in place, which replacements do not do.
-            _ => {}
+        // Running statistics are updated in place, which replacements do not do.
+        if !training || (running_mean.is_none() && running_var.is_none()) {
+            replaced!(op, [Some(self), running_mean, running_var, weight, bias], training, momentum, eps);
         }
         check_channels(op, self, &[weight, bias, running_mean, running_var])?;
         same_dtype(op, &inputs)?;
@@ -282,22 +263,20 @@ impl Tensor {
 }
 
 operations! {
-    layer_norm(x, &sizes, x?, x?, float) functional: NeuralNetwork, Floats -> Same, differentiable;
-    rms_norm(2, 2) functional: NeuralNetwork, Floats -> Same, differentiable
-        => |a| a.x(0)?.rms_norm(&a.sizes(0)?, a.optional(1), if a.given(1) { Some(a.float(1)?) } else { None });
-    group_norm(x, size, x?, x?, float) functional: NeuralNetwork, Floats -> Same, differentiable;
-    instance_norm(x, x?, x?, float) functional: NeuralNetwork, Floats -> Same, differentiable;
-    batch_norm(5, 3) functional: NeuralNetwork, Floats -> Same, differentiable => |a| {
-        let (training, eps) = (a.bool(0)?, a.float(2)?);
-        // In training without a momentum there are no running statistics.
-        let tracked = !training || a.given(1);
-        let momentum = if tracked { a.float(1)? } else { 0.0 };
-        let [running_mean, running_var, weight, bias] = match tracked {
-            true => [1, 2, 3, 4].map(|i| a.optional(i)),
-            false if a.xs().len() <= 3 => [None, None, a.optional(1), a.optional(2)],
-            false => return Err(Error::invalid(a.name(), "without a momentum it takes x, weight and bias only")),
-        };
+    layer_norm(input: x, normalized_shape: &sizes, weight: x?, bias: x?, eps: float = 1e-5) functional:
+        NeuralNetwork, Floats -> Same, differentiable;
+    rms_norm(input: x, normalized_shape: &sizes, weight: x?, eps: float?) functional:
+        NeuralNetwork, Floats -> Same, differentiable;
+    group_norm(input: x, num_groups: size, weight: x?, bias: x?, eps: float = 1e-5) functional:
+        NeuralNetwork, Floats -> Same, differentiable;
+    instance_norm(input: x, weight: x?, bias: x?, eps: float = 1e-5) functional: NeuralNetwork, Floats -> Same, differentiable;
+    batch_norm(input: x, running_mean: x?, running_var: x?, weight: x?, bias: x?,
+        training: bool = false, momentum: float = 0.1, eps: float = 1e-5) functional:
+        NeuralNetwork, Floats -> Same, differentiable => |a| {
+        let [running_mean, running_var, weight, bias] = [1, 2, 3, 4].map(|i| a.optional(i));
+        let (training, momentum, eps) = (a.bool(0)?, a.float(1)?, a.float(2)?);
         a.x(0)?.batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
     };
-    normalize(x, float, int, float) functional: NeuralNetwork, Floats -> Same, differentiable;
+    normalize(input: x, p: float = 2, dim: int = 1, eps: float = 1e-12) functional:
+        NeuralNetwork, Floats -> Same, differentiable;
 }

@@ -1,0 +1,210 @@
+//! What operations take: their parameters, the signature that these make, and what calls by name give for them.
+
+use std::fmt;
+
+use smallvec::SmallVec;
+
+use crate::error::Excerpt;
+use crate::ops::dispatch::arguments::{Argument, ParameterKind};
+use crate::{Error, Result, Tensor};
+
+/// A parameter of an operation. It prints as in a signature: `input`, `bias?`, `*tensors`, `dim: int`, `eps: float = 1e-5`.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Parameter {
+    /// PyTorch's name of it.
+    pub name: &'static str,
+    /// What it takes.
+    pub kind: ParameterKind,
+    /// What it is where it is left out, which for tensors and some arguments is [`Argument::None`]; `None` where it cannot be.
+    pub default: Option<Argument>,
+}
+
+impl Parameter {
+    pub(crate) fn new(name: &'static str, kind: ParameterKind, default: Option<Argument>) -> Parameter {
+        Parameter { name, kind, default }
+    }
+
+    /// Whether it is a tensor or a list of them.
+    pub fn is_tensor(&self) -> bool {
+        matches!(self.kind, ParameterKind::Tensor | ParameterKind::Tensors)
+    }
+}
+
+impl fmt::Display for Parameter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Parameter { name, kind, default } = self;
+        match (kind, default) {
+            (ParameterKind::Tensor, None) => f.write_str(name),
+            (ParameterKind::Tensor, Some(_)) => write!(f, "{name}?"),
+            (ParameterKind::Tensors, _) => write!(f, "*{name}"),
+            (_, None) => write!(f, "{name}: {}", kind.name()),
+            (_, Some(Argument::None)) => write!(f, "{name}: {}?", kind.name()),
+            (_, Some(default)) => write!(f, "{name}: {} = {default}", kind.name()),
+        }
+    }
+}
+
+/// What a parameter is given by name: a tensor, tensors, or an argument.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Value<'a> {
+    /// A tensor.
+    Tensor(&'a Tensor),
+    /// A list of tensors.
+    Tensors(&'a [&'a Tensor]),
+    /// Anything else; [`Argument::None`] leaves a parameter of any kind out.
+    Argument(Argument),
+}
+
+impl<'a> From<&'a Tensor> for Value<'a> {
+    fn from(t: &'a Tensor) -> Value<'a> {
+        Value::Tensor(t)
+    }
+}
+
+impl<'a> From<Option<&'a Tensor>> for Value<'a> {
+    fn from(t: Option<&'a Tensor>) -> Value<'a> {
+        t.map_or(Value::Argument(Argument::None), Value::Tensor)
+    }
+}
+
+impl<'a> From<&'a [&'a Tensor]> for Value<'a> {
+    fn from(tensors: &'a [&'a Tensor]) -> Value<'a> {
+        Value::Tensors(tensors)
+    }
+}
+
+impl<T: Into<Argument>> From<T> for Value<'_> {
+    fn from(argument: T) -> Self {
+        Value::Argument(argument.into())
+    }
+}
+
+impl fmt::Display for Value<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Value::Tensor(_) => f.write_str("a tensor"),
+            Value::Tensors(_) => f.write_str("a list of tensors"),
+            Value::Argument(argument) => write!(f, "{argument}"),
+        }
+    }
+}
+
+/// Tensors of a call, `None` for those that are left out.
+pub(crate) type Slots<'a> = SmallVec<[Option<&'a Tensor>; 6]>;
+
+/// How an operation is called: its name and what it takes, in the order of the method's parameters. It prints in one line.
+///
+/// ```
+/// use claystone::ops::{self, Argument, ParameterKind};
+/// let signature = ops::signature("layer_norm").unwrap();
+/// assert_eq!(signature.to_string(), "layer_norm(input, normalized_shape: sizes, weight?, bias?, eps: float = 1e-5)");
+/// let names: Vec<&str> = signature.tensors().map(|p| p.name).collect();
+/// assert_eq!(names, ["input", "weight", "bias"]);
+/// let eps = signature.arguments().last().unwrap();
+/// assert_eq!((eps.name, eps.kind, &eps.default), ("eps", ParameterKind::Float, &Some(Argument::Float(1e-5))));
+/// ```
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Signature<'a> {
+    /// The operation's name.
+    pub name: &'static str,
+    /// Its parameters.
+    pub parameters: &'a [Parameter],
+}
+
+impl fmt::Display for Signature<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parameters: Vec<String> = self.parameters.iter().map(Parameter::to_string).collect();
+        write!(f, "{}({})", self.name, parameters.join(", "))
+    }
+}
+
+impl<'a> Signature<'a> {
+    /// The parameters that are tensors.
+    pub fn tensors(self) -> impl Iterator<Item = &'a Parameter> {
+        self.parameters.iter().filter(|p| p.is_tensor())
+    }
+
+    /// The parameters that are no tensors.
+    pub fn arguments(self) -> impl Iterator<Item = &'a Parameter> {
+        self.parameters.iter().filter(|p| !p.is_tensor())
+    }
+
+    /// The error of a call that does not fit.
+    #[cold]
+    pub(crate) fn misfit(self, reason: impl fmt::Display) -> Error {
+        Error::invalid(self.name, format!("{reason}: {self}"))
+    }
+
+    /// How many parameters are single tensors; a list of tensors comes after them.
+    fn single_tensors(self) -> usize {
+        self.tensors().filter(|p| p.kind == ParameterKind::Tensor).count()
+    }
+
+    /// Tensors and arguments by position for all parameters, with the defaults of those that are left out.
+    pub(crate) fn complete<'t>(
+        self,
+        tensors: &[Option<&'t Tensor>],
+        arguments: &[Argument],
+    ) -> Result<(Slots<'t>, SmallVec<[Argument; 8]>)> {
+        let (single, listed) = (self.single_tensors(), self.tensors().any(|p| p.kind == ParameterKind::Tensors));
+        let most = if listed { usize::MAX } else { single };
+        for (given, most, what) in
+            [(tensors.len(), most, "tensors"), (arguments.len(), self.arguments().count(), "arguments besides tensors")]
+        {
+            if given > most {
+                return Err(self.misfit(format_args!("it takes at most {most} {what} and was called with {given}")));
+            }
+        }
+        let missing = |p: &Parameter| self.misfit(format_args!("{}, {}, is missing", p.name, p.kind.wanted()));
+        let mut slots = Slots::from_slice(tensors);
+        slots.resize(slots.len().max(single), None);
+        if slots[single..].iter().any(Option::is_none) {
+            return Err(self.misfit("in a list of tensors none can be left out"));
+        }
+        if let Some((p, _)) = self.tensors().zip(&slots).find(|(p, t)| t.is_none() && p.default.is_none()) {
+            return Err(missing(p));
+        }
+        let argument = |(i, p): (usize, &Parameter)| match (arguments.get(i), &p.default) {
+            (None | Some(Argument::None), default) => default.clone().ok_or_else(|| missing(p)),
+            (Some(given), _) => Ok(given.clone()),
+        };
+        let arguments = self.arguments().enumerate().map(argument).collect::<Result<_>>()?;
+        Ok((slots, arguments))
+    }
+
+    /// Tensors and arguments by position of a call with leading `tensors` and `named` parameters.
+    pub(crate) fn by_position<'t>(
+        self,
+        tensors: &[&'t Tensor],
+        named: &[(&str, Value<'t>)],
+    ) -> Result<(Slots<'t>, Vec<Argument>)> {
+        let single = self.single_tensors();
+        let mut slots: Slots = tensors.iter().map(|&t| Some(t)).collect();
+        slots.resize(slots.len().max(single), None);
+        let mut arguments = vec![Argument::None; self.arguments().count()];
+        for (k, (name, value)) in named.iter().enumerate() {
+            let same = |p: &Parameter| p.name == *name;
+            let Some(parameter) = self.parameters.iter().find(|p| same(p)) else {
+                return Err(self.misfit(format_args!("it has no parameter {}", Excerpt(name))));
+            };
+            let i = if parameter.is_tensor() { self.tensors().position(same) } else { self.arguments().position(same) };
+            let i = i.unwrap_or_default();
+            if named[..k].iter().any(|(other, _)| other == name) || (parameter.is_tensor() && tensors.len() > i) {
+                return Err(self.misfit(format_args!("{name} is given twice")));
+            }
+            match (parameter.kind, value) {
+                (_, Value::Argument(Argument::None)) => {}
+                (ParameterKind::Tensor, Value::Tensor(t)) => slots[i] = Some(t),
+                (ParameterKind::Tensors, Value::Tensors(list)) => slots.extend(list.iter().map(|&t| Some(t))),
+                (_, Value::Argument(argument)) if !parameter.is_tensor() => arguments[i] = argument.clone(),
+                (kind, value) => {
+                    return Err(self.misfit(format_args!("{name} is {value} and should be {}", kind.wanted())));
+                }
+            }
+        }
+        Ok((slots, arguments))
+    }
+}

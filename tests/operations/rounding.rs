@@ -1,0 +1,38 @@
+//! What dtypes hold of numbers in f64, and how far results may be off.
+
+use claystone::DType;
+use half::{bf16, f16};
+
+/// How far a result may be off, of its scale: absolute below 1, relative above. Integers are exact.
+pub fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => 1e-11,
+        DType::F32 => 1e-5,
+        DType::F16 => 3e-3,
+        DType::BF16 => 2.5e-2,
+        _ => 0.0,
+    }
+}
+
+/// `x` as `dtype` holds it.
+pub fn rounded(x: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => x,
+        DType::F32 => f64::from(x as f32),
+        DType::F16 => f16::from_f32(x as f32).to_f64(),
+        DType::BF16 => bf16::from_f32(x as f32).to_f64(),
+        DType::Bool => f64::from(x > 0.0),
+        DType::I64 | DType::I32 => x.round(),
+        DType::U8 => x.round().rem_euclid(256.0),
+        _ => x.round().abs(),
+    }
+}
+
+/// A result of integers as its dtype holds it, wrapped.
+pub fn rounded_result(x: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::U8 => x.rem_euclid(256.0),
+        DType::U32 => x.rem_euclid(4_294_967_296.0),
+        _ => x,
+    }
+}
