@@ -145,7 +145,7 @@ impl Engine {
 
     /// A gradient as it may leave a closure: in no graph, unless one is created.
     fn untracked(&self, grad: Tensor) -> Tensor {
-        if self.create_graph { grad } else { Tensor { node: None, ..grad } }
+        if self.create_graph { grad } else { grad.into_detached() }
     }
 
     /// What to do with the gradient of a node that is an operation's result; None where the pass ends here. A leaf
@@ -208,12 +208,12 @@ fn accumulate(leaf: &Leaf, grad: &mut Gradient) -> Result<Tensor> {
     // The only handle on a gradient that is nobody else's.
     *grad = Gradient::one(&tensor);
     match (&leaf.grad, leaf.slot.as_ref().filter(|_| in_slot || !leaf.lent)) {
-        (Some(total), _) if total.node.is_some() || tensor.node.is_some() => total.add(&tensor),
+        (Some(total), _) if total.requires_grad() || tensor.requires_grad() => total.add(&tensor),
         (Some(total), _) => {
             total.add_(&tensor)?;
             Ok(total.shallow_clone())
         }
-        (None, _) if tensor.node.is_some() => Ok(tensor),
+        (None, _) if tensor.requires_grad() => Ok(tensor),
         (None, Some(slot)) if !in_slot => {
             slot.copy_(&tensor)?;
             Ok(slot.shallow_clone())

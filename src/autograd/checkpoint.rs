@@ -42,14 +42,16 @@ pub fn checkpoint(
     let first = next_seq();
     let (out, seeds) = recorded(|| dependencies_only(|| f(&given)));
     let out = out?;
-    let Some(root) = &out.node else { return Ok(out) };
-    let outside = outside(root, first);
+    let Some(root) = out.node() else { return Ok(out) };
+    let outside = outside(&root, first);
     if outside.iter().any(|node| node.seq == root.seq) {
         return Ok(out); // nothing was computed: it is an input itself
     }
+    // A view of an input would have a place in the graph beside that of the input.
+    let out = if given.iter().any(|t| t.shares_storage(&out)) { out.copied(false)? } else { out.detach() };
     let precision = autocast_dtype();
     let saved: Vec<Saved> = given.iter().map(Saved::new).collect();
-    Ok(record_of_nodes(op, out.detach(), outside, move |ctx| {
+    Ok(record_of_nodes(op, out, outside, move |ctx| {
         let given = saved.iter().map(|s| s.unpack(op)).collect::<Result<Vec<_>>>()?;
         let again = autocast(precision, || replayed(&seeds, || enable_grad(|| f(&given))))?;
         ctx.through(&again)

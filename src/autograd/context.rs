@@ -48,12 +48,12 @@ impl Context<'_> {
     /// The operation's own result, saved before it had a node, in its place in the graph.
     pub(crate) fn result(&self, saved: &Saved) -> Result<Tensor> {
         let node = self.create_graph().then(|| self.node.clone());
-        Ok(Tensor { node, ..saved.unpack(self.node.op)? })
+        Ok(Tensor { made_by: node, ..saved.unpack(self.node.op)? })
     }
 
     /// Values with the place in the graph of input `i`.
     pub(crate) fn input(&self, i: usize, values: Tensor) -> Tensor {
-        Tensor { node: self.node.inputs[i].clone(), ..values }
+        Tensor { made_by: self.node.inputs[i].clone(), ..values }
     }
 
     /// The gradients of the inputs through `again`: the result computed once more from them, by operations whose gradients
@@ -61,7 +61,7 @@ impl Context<'_> {
     pub(crate) fn through(&self, again: &Tensor) -> Result<Gradients> {
         let inputs = &self.node.inputs;
         let mut gradients: Gradients = inputs.iter().map(|_| None).collect();
-        let Some(root) = &again.node else { return Ok(gradients) };
+        let Some(root) = again.node() else { return Ok(gradients) };
         let grad = self.grad()?;
         if !again.is_like(&grad) {
             let (first, again) = (grad.described(), again.described());
@@ -69,7 +69,7 @@ impl Context<'_> {
             return Err(Error::Autograd { op: self.node.op, reason });
         }
         let needed = inputs.iter().enumerate().filter(|(i, _)| self.needs(*i)).filter_map(|(_, node)| node.as_ref());
-        let wanted = Wanted::new(std::iter::once(root), needed);
+        let wanted = Wanted::new(std::iter::once(&root), needed);
         let create_graph = self.create_graph();
         let engine = Engine {
             retain_graph: create_graph,
@@ -78,7 +78,7 @@ impl Context<'_> {
             inner: true,
             ..Default::default()
         };
-        let mut found = engine.run(vec![(root.clone(), grad.into())])?;
+        let mut found = engine.run(vec![(root, grad.into())])?;
         // Of an input that is given twice the first has the gradient of both.
         for (gradient, node) in gradients.iter_mut().zip(inputs) {
             *gradient = node.as_ref().and_then(|node| found.remove(&node.seq));
@@ -156,8 +156,8 @@ impl Gradient {
 
     /// The sum of both; in place where one of them is nobody else's and part of no graph.
     pub(super) fn add(self, other: Tensor) -> Result<Gradient> {
-        let owned = |t: &Tensor| t.node.is_none() && t.storage.is_unique() && t.is_contiguous();
-        let untracked = other.node.is_none();
+        let owned = |t: &Tensor| !t.requires_grad() && t.storage.is_unique() && t.is_contiguous();
+        let untracked = !other.requires_grad();
         let (tensor, in_slot) = match self {
             Gradient::Tensor { tensor, in_slot, multiplied } => {
                 debug_assert!(!multiplied, "a factor is told to the only user");
@@ -169,7 +169,7 @@ impl Gradient {
             tensor.add_(&other)?;
             return Ok(Gradient::Tensor { tensor, in_slot, multiplied: false });
         }
-        if owned(&other) && tensor.node.is_none() {
+        if owned(&other) && !tensor.requires_grad() {
             other.add_(&tensor)?;
             return Ok(other.into());
         }

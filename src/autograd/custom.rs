@@ -112,11 +112,10 @@ impl Tensor {
         if !tracked || !out.dtype.is_float() {
             return Ok(out.detach());
         }
-        // An input handed through would lose its own place in the graph.
-        let out = if inputs.iter().any(|t| t.shares_storage(&out) && t.layout == out.layout) {
-            no_grad(|| out.try_clone())?
-        } else {
-            out.detach()
+        // An input handed through, or a view of one, would lose its own place in the graph.
+        let out = match inputs.iter().any(|t| t.shares_storage(&out)) {
+            true => out.copied(true)?,
+            false => out.detach(),
         };
         for (saved, is_result) in &mut kept.saved {
             *is_result = saved.is(&out);

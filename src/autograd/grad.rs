@@ -124,28 +124,29 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     for (i, output) in outputs.iter().enumerate() {
         // As in PyTorch an output may be a constant as long as another one is not.
         let gradient = seed(op, output, grad_outputs.get(i).copied(), create_graph)?;
-        seeds.extend(output.node.clone().map(|node| (node, gradient)));
+        seeds.extend(output.node().map(|node| (node, gradient)));
     }
     if seeds.is_empty() {
         return Err(untracked(op));
     }
-    if let Some(i) = inputs.iter().position(|t| t.node.is_none()) {
+    if let Some(i) = inputs.iter().position(|t| !t.requires_grad()) {
         let reason = format!("input {i} requires no gradient: call requires_grad_(true) on it before it is used");
         return Err(Error::Autograd { op, reason });
     }
-    let wanted = Wanted::new(seeds.iter().map(|(node, _)| node), inputs.iter().filter_map(|t| t.node.as_ref()));
+    let nodes: Vec<Option<Arc<Node>>> = inputs.iter().map(|t| t.node()).collect();
+    let wanted = Wanted::new(seeds.iter().map(|(node, _)| node), nodes.iter().flatten());
     let retain_graph = retain_graph || create_graph;
     let engine = Engine { retain_graph, create_graph, wanted: Some(wanted), ..Default::default() };
     let captured = engine.run(seeds)?;
-    let take = |(i, input): (usize, &&Tensor)| {
-        let gradient = input.node.as_ref().and_then(|node| captured.get(&node.seq)).map(Tensor::shallow_clone);
+    let take = |(i, node): (usize, &Option<Arc<Node>>)| {
+        let gradient = node.as_ref().and_then(|node| captured.get(&node.seq)).map(Tensor::shallow_clone);
         if gradient.is_none() && !allow_unused {
             let reason = format!("no output depends on input {i}: leave it out, or set allow_unused");
             return Err(Error::Autograd { op, reason });
         }
         Ok(gradient)
     };
-    inputs.iter().enumerate().map(take).collect()
+    nodes.iter().enumerate().map(take).collect()
 }
 
 /// The gradient that a backward pass starts with at `output`.
@@ -220,8 +221,8 @@ impl Tensor {
     fn run_backward(&self, op: &'static str, options: BackwardOptions) -> Result<()> {
         let BackwardOptions { gradient, retain_graph, create_graph } = options;
         let gradient = seed(op, self, gradient, create_graph)?;
-        let Some(root) = &self.node else { return Err(untracked(op)) };
+        let Some(root) = self.node() else { return Err(untracked(op)) };
         let engine = Engine { retain_graph: retain_graph || create_graph, create_graph, ..Default::default() };
-        engine.run(vec![(root.clone(), gradient)]).map(drop)
+        engine.run(vec![(root, gradient)]).map(drop)
     }
 }

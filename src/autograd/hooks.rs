@@ -50,6 +50,15 @@ impl Hooks {
         Ok(replaced)
     }
 
+    /// Goes on keeping the gradient of a tensor that another node is of from now on.
+    pub(super) fn retain_instead(old: &Node, new: &Node) {
+        let Some(hooks) = old.hooks() else { return };
+        let kept = std::mem::take(&mut *hooks.retained());
+        if let Retained::Yes(_) = kept {
+            *new.hooks_or_new().retained() = kept;
+        }
+    }
+
     pub(super) fn retained(&self) -> MutexGuard<'_, Retained> {
         lock(&self.retained)
     }
@@ -97,7 +106,7 @@ impl Tensor {
         let node = self.tracked("register_hook")?;
         let id = ID.fetch_add(1, Ordering::Relaxed);
         lock(&node.hooks_or_new().hooks).push((id, Arc::new(hook)));
-        Ok(HookHandle { node: Arc::downgrade(node), id })
+        Ok(HookHandle { node: Arc::downgrade(&node), id })
     }
 
     /// Keeps the gradient of this tensor in [`Tensor::grad`], which leaves do anyway (PyTorch's `retain_grad`).
@@ -117,12 +126,13 @@ impl Tensor {
 
     /// Whether [`Tensor::retain_grad`] was called on this result of an operation (PyTorch's `retains_grad`).
     pub fn retains_grad(&self) -> bool {
-        let hooks = self.node.as_ref().and_then(|node| node.hooks());
+        let node = self.node();
+        let hooks = node.as_ref().and_then(|node| node.hooks());
         hooks.is_some_and(|hooks| matches!(*hooks.retained(), Retained::Yes(_)))
     }
 
-    fn tracked(&self, op: &'static str) -> Result<&Arc<Node>> {
+    fn tracked(&self, op: &'static str) -> Result<Arc<Node>> {
         let reason = "the tensor requires no gradient: call requires_grad_(true) on it, or on what it is made from";
-        self.node.as_ref().ok_or_else(|| Error::Autograd { op, reason: reason.into() })
+        self.node().ok_or_else(|| Error::Autograd { op, reason: reason.into() })
     }
 }

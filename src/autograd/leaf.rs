@@ -18,7 +18,7 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn leaf_id(&self) -> Option<u64> {
-        self.node.as_ref().filter(|node| node.is_leaf()).map(|node| node.seq)
+        self.node().filter(|node| node.is_leaf()).map(|node| node.seq)
     }
 
     /// This leaf with its values in `data`, of the same shape, dtype and device (PyTorch's `parameter.data = data`): how an
@@ -41,7 +41,7 @@ impl Tensor {
         let op = "with_data";
         self.with_leaf(op, |_| ())?;
         self.check_like(op, &data, "a leaf keeps its shape")?;
-        Ok(Tensor { node: self.node.clone(), ..data })
+        Ok(Tensor { made_by: self.node(), ..data })
     }
 
     /// Tells backward to write this leaf's gradient into `view`, contiguous, of the leaf's shape, dtype and device: a part of one
@@ -67,7 +67,7 @@ impl Tensor {
 
     /// Where backward writes this leaf's gradient, if [`Tensor::set_grad_slot`] said so; an optimiser does.
     pub fn grad_slot(&self) -> Option<Tensor> {
-        match &*self.node.as_ref()?.state() {
+        match &*self.node()?.state() {
             State::Leaf(leaf) => leaf.slot.as_ref().map(Tensor::shallow_clone),
             _ => None,
         }
@@ -77,7 +77,8 @@ impl Tensor {
     /// ([`Module::to_dtype`](crate::nn::Module::to_dtype), [`Tensor::succeeded_by`]): what an optimiser that was given this
     /// one goes on with. None where it stands for itself.
     pub fn successor(&self) -> Option<Tensor> {
-        let State::Leaf(leaf) = &*self.node.as_ref()?.state() else { return None };
+        let node = self.node()?;
+        let State::Leaf(leaf) = &*node.state() else { return None };
         let next = leaf.successor.as_ref()?;
         next.successor().or_else(|| Some(next.shallow_clone()))
     }
@@ -108,14 +109,14 @@ impl Tensor {
         grad.iter().try_for_each(|grad| data.check_like(op, grad, "a gradient has the shape of its leaf"))?;
         slot.iter().try_for_each(|slot| data.check_slot(op, slot))?;
         let state = State::Leaf(Box::new(Leaf { grad, slot, ..Leaf::default() }));
-        let new = Tensor { node: Some(Node::new("leaf", SmallVec::new(), state)), ..data };
+        let new = Tensor { made_by: Some(Node::new("leaf", SmallVec::new(), state)), ..data };
         self.with_leaf(op, |leaf| *leaf = Leaf { successor: Some(new.shallow_clone()), ..Leaf::default() })?;
         Ok(new)
     }
 
     /// Calls `f` with what this leaf collects.
     fn with_leaf<R>(&self, op: &'static str, f: impl FnOnce(&mut Leaf) -> R) -> Result<R> {
-        if let Some(node) = &self.node
+        if let Some(node) = self.node()
             && let State::Leaf(leaf) = &mut *node.state()
         {
             return Ok(f(leaf));

@@ -8,10 +8,11 @@
 //! [`BackwardOptions`] keep the graph for another backward, or record the backward pass itself, for gradients of gradients.
 //!
 //! An operation saves tensors as `Saved`, which remembers the storage's version: an in-place change between forward and
-//! backward is an error, never a wrong gradient.
+//! backward is an error, never a wrong gradient. Operations in place are recorded too, whether they change a tensor or a view of
+//! one; a leaf that requires a gradient is changed in [`no_grad`] only.
 //!
-//! One file a subject: `node` is the graph, `record` how operations enter it, `backward` the engine, `context` what a closure
-//! sees of it. The others are what users do with it.
+//! One file a subject: `node` is the graph, `record` how operations enter it, `in_place` and `history` how those in place do,
+//! `backward` the engine, `context` what a closure sees of it. The others are what users do with it.
 
 mod autocast;
 mod backward;
@@ -20,7 +21,9 @@ mod checkpoint;
 mod context;
 mod custom;
 mod grad;
+mod history;
 mod hooks;
+mod in_place;
 mod leaf;
 mod modes;
 mod node;
@@ -40,12 +43,12 @@ pub use checkpoint::{checkpoint, checkpoint_sequential};
 pub(crate) use context::Context;
 pub use custom::{CustomOp, OpContext};
 pub use grad::{BackwardOptions, GradOptions, grad, grad_with_options};
+pub(crate) use history::Group;
 pub use hooks::HookHandle;
+pub(crate) use in_place::{InPlace, check_unrecorded, in_place};
 pub use modes::{detect_anomaly, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled};
 pub(crate) use node::{Factor, Node};
-pub(crate) use record::{
-    Saved, check_in_place, is_tracked, record, record_twice, record_unary_twice, record_with_factor,
-};
+pub(crate) use record::{Saved, is_tracked, record, record_twice, record_unary_twice, record_view, record_with_factor};
 
 /// The gradients of an operation's inputs, in order; None where none flows or none was wanted.
 pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;
@@ -57,7 +60,7 @@ impl Tensor {
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Autograd`] for the result of a tracked operation.
     pub fn requires_grad_(self, requires_grad: bool) -> Result<Tensor> {
         let op = "requires_grad_";
-        match &self.node {
+        match self.node() {
             Some(node) if !node.is_leaf() => {
                 let reason = "only a leaf can be changed, and this tensor is an operation's result: detach() it first";
                 return Err(Error::Autograd { op, reason: reason.into() });
@@ -67,30 +70,31 @@ impl Tensor {
             _ => {}
         }
         let leaf = || Node::new("leaf", SmallVec::new(), State::Leaf(Box::default()));
-        Ok(Tensor { node: requires_grad.then(leaf), ..self })
+        Ok(Tensor { made_by: requires_grad.then(leaf), ..self })
     }
 
     /// Takes this handle out of the graph (PyTorch's `detach_`); [`Tensor::detach`] makes another.
     pub fn detach_(&mut self) -> &mut Tensor {
-        self.node = None;
+        *self = self.detach();
         self
     }
 
     /// Whether gradients flow to or through this tensor.
+    #[inline]
     pub fn requires_grad(&self) -> bool {
-        self.node.is_some()
+        self.made_by.is_some() || self.storage.has_attachment() && self.node().is_some()
     }
 
     /// Whether no tracked operation made this tensor: [`Tensor::backward`] leaves gradients in leaves only.
     pub fn is_leaf(&self) -> bool {
-        self.node.as_ref().is_none_or(|n| n.is_leaf())
+        self.node().is_none_or(|n| n.is_leaf())
     }
 
     /// The gradient collected so far, of this tensor's shape and dtype; None before the first [`Tensor::backward`], for
     /// tensors that are no leaf (unless [`Tensor::retain_grad`]), and after [`Tensor::zero_grad`]. The handle shares its storage: the next backward may
     /// write there, so keep a `clone()`.
     pub fn grad(&self) -> Option<Tensor> {
-        let node = self.node.as_ref()?;
+        let node = self.node()?;
         if let State::Leaf(leaf) = &*node.state() {
             return match &leaf.successor {
                 Some(new) => new.grad(),
@@ -105,7 +109,7 @@ impl Tensor {
 
     /// Forgets the gradient; the next backward moves a new one in (PyTorch's `zero_grad(set_to_none=True)`).
     pub fn zero_grad(&self) {
-        let Some(node) = &self.node else { return };
+        let Some(node) = self.node() else { return };
         if let State::Leaf(leaf) = &mut *node.state() {
             leaf.grad = None;
             leaf.lent = false; // where a backward failed

@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 
 use super::hooks::Hooks;
 use super::{Context, Gradients, Saved};
+use crate::tensor::Layout;
 use crate::{Expr, Result, Tensor};
 
 /// Nodes of an operation's inputs, in order; None for those that no gradient is wanted of.
@@ -25,6 +26,10 @@ pub(crate) struct Node {
     state: Mutex<State>,
     /// What is called with the gradient that arrives here; most nodes have none.
     hooks: OnceLock<Box<Hooks>>,
+    /// Of a view: the layout of its input, in the same storage.
+    view_of: Option<Box<Layout>>,
+    /// Of a tensor that was changed in place: which one, and by which change of its storage.
+    changed: OnceLock<(u64, u32)>,
 }
 
 pub(super) enum State {
@@ -73,9 +78,35 @@ pub(super) fn next_seq() -> u64 {
 
 impl Node {
     pub(super) fn new(op: &'static str, inputs: Inputs, state: State) -> Arc<Node> {
+        Node::view(op, inputs, state, None)
+    }
+
+    /// A node of a view of its only input, which has the layout `view_of`.
+    pub(super) fn view(op: &'static str, inputs: Inputs, state: State, view_of: Option<Box<Layout>>) -> Arc<Node> {
         inputs.iter().flatten().for_each(|node| _ = node.uses.fetch_add(1, Ordering::Relaxed));
         let seq = SEQ.fetch_add(1, Ordering::Relaxed);
-        Arc::new(Node { seq, op, inputs, uses: AtomicU32::new(0), state: Mutex::new(state), hooks: OnceLock::new() })
+        let (uses, state, hooks, changed) = (AtomicU32::new(0), Mutex::new(state), OnceLock::new(), OnceLock::new());
+        Arc::new(Node { seq, op, inputs, uses, state, hooks, view_of, changed })
+    }
+
+    /// The node of the tensor that this is a view of, through all views between, and that tensor's layout; itself and
+    /// `layout`, its own, where it is no view.
+    pub(super) fn base<'a>(self: &'a Arc<Node>, layout: &'a Layout) -> (&'a Arc<Node>, &'a Layout) {
+        let (mut node, mut layout) = (self, layout);
+        while let (Some(of), Some(Some(input))) = (&node.view_of, node.inputs.first()) {
+            (node, layout) = (input, of);
+        }
+        (node, layout)
+    }
+
+    /// A number that the tensor keeps through all changes in place, and the last change of its storage that made its node.
+    pub(super) fn change(&self) -> (u64, u32) {
+        self.changed.get().copied().unwrap_or((self.seq, 0))
+    }
+
+    /// Says that this new node is of tensor `id`, after this change.
+    pub(super) fn set_change(&self, id: u64, change: u32) {
+        self.changed.set((id, change)).expect("a new node is of one change");
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {

@@ -6,7 +6,8 @@ use smallvec::SmallVec;
 
 use super::modes::is_dependencies_only;
 use super::node::{Factor, Inputs, Node, Operation, State};
-use super::{Context, Gradients, is_grad_enabled};
+use super::{Context, Gradients, Group, is_grad_enabled};
+use crate::tensor::Layout;
 use crate::{Error, Result, Tensor};
 
 /// What gives the gradients of an operation's inputs from that of its result.
@@ -16,7 +17,7 @@ impl<F: Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static> Backward 
 
 /// Whether an operation on these inputs is to be recorded.
 pub(crate) fn is_tracked(inputs: &[&Tensor]) -> bool {
-    is_grad_enabled() && inputs.iter().any(|t| t.node.is_some())
+    is_grad_enabled() && inputs.iter().any(|t| t.requires_grad())
 }
 
 /// `out` with a node: `backward` gets the gradient of `out` and gives the inputs' gradients, in the order of `inputs`.
@@ -65,39 +66,63 @@ pub(crate) fn record_unary_twice(
     record_twice(op, out, &[input], move |ctx| Ok(SmallVec::from_iter([Some(backward(ctx.grad()?)?)])))
 }
 
+/// A node, of an operation whose closure can be recorded, with these inputs.
+pub(super) fn node_of(op: &'static str, inputs: Inputs, backward: impl Backward) -> Arc<Node> {
+    let operation = Operation { backward: Arc::new(backward), factor: None, twice: true };
+    Node::new(op, inputs, state(operation))
+}
+
 /// [`record_twice`] for what depends on these nodes.
 pub(super) fn record_of_nodes(op: &'static str, out: Tensor, nodes: Vec<Arc<Node>>, backward: impl Backward) -> Tensor {
-    let operation = Operation { backward: Arc::new(backward), factor: None, twice: true };
-    with_node(op, out, nodes.into_iter().map(Some).collect(), operation)
+    Tensor { made_by: Some(node_of(op, nodes.into_iter().map(Some).collect(), backward)), ..out }
 }
 
 fn with_operation(op: &'static str, out: Tensor, inputs: &[&Tensor], operation: Operation) -> Tensor {
-    with_node(op, out, inputs.iter().map(|t| t.node.clone()).collect(), operation)
+    with_node(op, out, inputs.iter().map(|t| t.node()).collect(), operation)
 }
 
 fn with_node(op: &'static str, out: Tensor, inputs: Inputs, operation: Operation) -> Tensor {
-    let state = if is_dependencies_only() { State::Consumed } else { State::Operation(operation) };
-    Tensor { node: Some(Node::new(op, inputs, state)), ..out }
+    Tensor { made_by: Some(Node::new(op, inputs, state(operation))), ..out }
 }
 
-/// Refuses an in-place change of `target` that the graph would not see.
-pub(crate) fn check_in_place(op: &'static str, target: &Tensor, sources: &[&Tensor]) -> Result<()> {
-    if !is_grad_enabled() {
-        return Ok(());
+fn state(operation: Operation) -> State {
+    if is_dependencies_only() { State::Consumed } else { State::Operation(operation) }
+}
+
+/// The view `layout` of a tensor, recorded where that is tracked: `backward` brings a gradient back to the tensor's shape.
+pub(crate) fn record_view(
+    op: &'static str,
+    layout: Layout,
+    input: &Tensor,
+    backward: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
+) -> Tensor {
+    let out = input.with_layout(layout);
+    if !input.requires_grad() {
+        return out;
     }
-    let reason = if target.node.is_some() {
-        "the tensor changed in place is part of a graph: use the operation without the final '_', or wrap it in no_grad"
-    } else if sources.iter().any(|t| t.node.is_some()) {
-        "a source is part of a graph, which an in-place change cannot extend: detach() it, or use the operation without the final '_'"
-    } else {
-        return Ok(());
-    };
-    Err(Error::Autograd { op, reason: reason.into() })
+    if !is_grad_enabled() {
+        return Tensor { group: Group::UNRECORDED_VIEW, ..out };
+    }
+    let made_by = input.node().map(|node| view_node(op, node, input.layout.clone(), backward));
+    Tensor { made_by, ..out }
+}
+
+/// The node of a view of what has this node and the layout `of`.
+pub(super) fn view_node(
+    op: &'static str,
+    node: Arc<Node>,
+    of: Layout,
+    backward: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
+) -> Arc<Node> {
+    let backward = Arc::new(move |ctx: &mut Context| Ok(SmallVec::from_iter([Some(backward(ctx.grad()?)?)])));
+    let operation = Operation { backward, factor: None, twice: true };
+    Node::view(op, SmallVec::from_iter([Some(node)]), state(operation), Some(Box::new(of)))
 }
 
 /// A tensor kept for backward, with the version its storage had. It keeps its place in the graph, so that a backward
 /// which creates a graph finds it there: save inputs themselves, not detached views of them. An operation's own result
-/// has no place yet when it is saved; [`Context::result`] gives it one.
+/// has no place yet when it is saved; [`Context::result`] gives it one. It does not keep what is recorded of changes of its
+/// storage: that may hold it.
 pub(crate) struct Saved {
     tensor: Tensor,
     version: u64,
@@ -105,12 +130,17 @@ pub(crate) struct Saved {
 
 impl Saved {
     pub(crate) fn new(tensor: &Tensor) -> Saved {
-        Saved { tensor: tensor.shallow_clone(), version: tensor.storage.version() }
+        Saved::of(Tensor { made_by: tensor.node(), ..tensor.detach() }, tensor.storage.version())
     }
 
     /// The same, kept by somebody else.
     pub(super) fn share(&self) -> Saved {
-        Saved { tensor: self.tensor.shallow_clone(), version: self.version }
+        Saved::of(self.tensor.shallow_clone(), self.version)
+    }
+
+    fn of(tensor: Tensor, version: u64) -> Saved {
+        tensor.storage.save();
+        Saved { tensor, version }
     }
 
     /// Whether it is this tensor: the same elements of the same storage.
@@ -133,5 +163,11 @@ impl Saved {
             self.tensor.shape()
         );
         Err(Error::Autograd { op, reason })
+    }
+}
+
+impl Drop for Saved {
+    fn drop(&mut self) {
+        self.tensor.storage.unsave();
     }
 }

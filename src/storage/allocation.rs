@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, RwLock};
 
 use super::allocator::Allocator;
+use super::attachment::{self, Attachment};
 use super::block::{ALIGNMENT, Block};
 use super::derived::Derived;
 use super::driver::MemoryKind;
@@ -44,7 +45,8 @@ impl Drop for Storage {
     /// asks the heap for nothing.
     fn drop(&mut self) {
         // SAFETY: taken once, here, and not used again.
-        let mut shared = unsafe { ManuallyDrop::take(&mut self.0) };
+        let shared = unsafe { ManuallyDrop::take(&mut self.0) };
+        let Some(mut shared) = attachment::released(shared) else { return };
         if let Some(allocation) = alone(&mut shared) {
             allocation.backing = Backing::Empty;
             allocation.derived.clear();
@@ -73,8 +75,8 @@ pub(super) fn alone(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
 #[cold]
 #[inline(never)]
 fn nothing() -> Arc<Allocation> {
-    let (version, derived) = (AtomicU64::new(0), Derived::default());
-    Arc::new(Allocation { device: Device::Cpu, size: 0, version, derived, backing: Backing::Empty })
+    let (version, derived, attachment) = (AtomicU64::new(0), Derived::default(), Attachment::default());
+    Arc::new(Allocation { device: Device::Cpu, size: 0, version, derived, attachment, backing: Backing::Empty })
 }
 
 /// What a thread keeps of storages that are gone, at most.
@@ -264,6 +266,7 @@ pub struct Allocation {
     size: usize,
     pub(super) version: AtomicU64,
     pub(super) derived: Derived,
+    pub(super) attachment: Attachment,
     pub(super) backing: Backing,
 }
 

@@ -11,6 +11,7 @@
 mod access;
 mod allocation;
 mod allocator;
+mod attachment;
 mod block;
 mod caching;
 mod captured;

@@ -32,7 +32,7 @@ impl Tensor {
         }
         let storage = Storage::alloc(device, bytes.len())?;
         write_piece(op, &storage, 0, bytes, dtype)?;
-        Ok(Tensor { storage, layout: Layout::contiguous(shape), dtype, node: None })
+        Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
     /// A tensor of the elements that `from` gives next (NumPy's `fromfile`). Memory of the device is asked for once the
@@ -69,7 +69,7 @@ impl Tensor {
             }
             write_piece(op, &storage, at, part, dtype)?;
         }
-        Ok(Tensor { storage, layout: Layout::contiguous(shape), dtype, node: None })
+        Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
     /// Writes the elements to `to` (NumPy's `tofile`). Waits for the device.

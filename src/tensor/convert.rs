@@ -110,9 +110,7 @@ impl Tensor {
         let source = self.detach().contiguous()?;
         let size = self.dtype.size();
         let out = match Storage::pinned(device, self.numel() * size)? {
-            Some(storage) => {
-                Tensor { storage, layout: Layout::contiguous(self.shape().clone()), dtype: self.dtype, node: None }
-            }
+            Some(storage) => Tensor::new(storage, Layout::contiguous(self.shape().clone()), self.dtype),
             None => Tensor::empty_like_shape(self.shape(), self.dtype, Device::default())?,
         };
         out.storage.copy_from(0, &source.storage, source.layout.offset * size, self.numel() * size, true)?;

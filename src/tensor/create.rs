@@ -38,7 +38,7 @@ impl Tensor {
         let TensorOptions { dtype, device } = options.into();
         let layout = Layout::contiguous(shape.into());
         let storage = Storage::alloc_zeroed(device, layout.shape.bytes(dtype.size()))?;
-        Ok(Tensor { storage, layout, dtype, node: None })
+        Ok(Tensor::new(storage, layout, dtype))
     }
 
     /// Ones (PyTorch's `ones`); `true` for bool.
@@ -167,7 +167,8 @@ impl Tensor {
         if let Some(reason) = refused {
             return Err(Error::invalid("from_storage", reason));
         }
-        Ok(Tensor { storage, layout, dtype, node: None })
+        // Other tensors on the storage keep their place in the graph to themselves.
+        Ok(Tensor::new(storage, layout, dtype).detach())
     }
 }
 
@@ -200,7 +201,7 @@ impl Tensor {
             return Tensor::from_slice(&values, shape, device);
         }
         let layout = Layout::contiguous(fits("from_vec", values.len(), shape.into())?);
-        Ok(Tensor { storage: Storage::adopt(values), layout, dtype: T::DTYPE, node: None })
+        Ok(Tensor::new(Storage::adopt(values), layout, T::DTYPE))
     }
 
     /// The elements that `memory` owns, in row-major order: a vector, a boxed slice, a mapped file, or whatever else gives a
@@ -232,7 +233,7 @@ impl Tensor {
     ) -> Result<Tensor> {
         let elements = HostElements::new(memory);
         let layout = Layout::contiguous(fits("from_host_memory", elements.len(), shape.into())?);
-        Ok(Tensor { storage: elements.into_storage(device)?, layout, dtype: T::DTYPE, node: None })
+        Ok(Tensor::new(elements.into_storage(device)?, layout, T::DTYPE))
     }
 
     /// The elements of an ndarray array; on [`Device::Cpu`] the tensor owns them, nothing is copied, whatever the strides.
@@ -250,7 +251,7 @@ impl Tensor {
         let (shape, strides) = (Shape::from(array.shape()), array.strides().iter().copied().collect());
         let (values, offset) = array.into_raw_vec_and_offset();
         let layout = Layout { shape, strides, offset: offset.unwrap_or(0) };
-        Ok(Tensor { storage: Storage::adopt(values), layout, dtype: T::DTYPE, node: None })
+        Ok(Tensor::new(Storage::adopt(values), layout, T::DTYPE))
     }
 
     /// A copy of the elements of any ndarray array or view.

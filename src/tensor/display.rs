@@ -73,7 +73,7 @@ impl Tensor {
         if !(self.dtype == DType::F32 || !empty && matches!(self.dtype, DType::I64 | DType::Bool)) {
             all.push(format!("dtype={}", self.dtype));
         }
-        match &self.node {
+        match self.node() {
             Some(node) if !self.is_leaf() => all.push(format!("grad_fn=<{}>", node.op())),
             Some(_) => all.push("requires_grad=True".into()),
             None => {}

@@ -52,6 +52,6 @@ impl Tensor {
     pub fn from_dlpack(memory: DlpackMemory) -> Tensor {
         let DlpackMemory { storage, dtype, shape, strides, offset } = memory;
         let layout = Layout { shape: Shape::from(shape), strides: strides.into_iter().collect(), offset };
-        Tensor { storage, layout, dtype, node: None }
+        Tensor::new(storage, layout, dtype)
     }
 }

@@ -142,7 +142,7 @@ impl<T: Element> HostArray<T> {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn into_tensor(self) -> Tensor {
-        Tensor { storage: self.elements.into_storage(), layout: self.layout, dtype: T::DTYPE, node: None }
+        Tensor::new(self.elements.into_storage(), self.layout, T::DTYPE)
     }
 }
 

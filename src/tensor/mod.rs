@@ -21,11 +21,11 @@ mod operators;
 mod options;
 mod pieces;
 pub(crate) mod view;
-mod window;
+pub(crate) mod window;
 
 use std::sync::Arc;
 
-use crate::autograd::Node;
+use crate::autograd::{Group, Node};
 use crate::storage::Storage;
 use crate::{DType, Device, Result, Stream};
 
@@ -53,7 +53,10 @@ pub struct Tensor {
     pub(crate) storage: Storage,
     pub(crate) layout: Layout,
     pub(crate) dtype: DType,
-    pub(crate) node: Option<Arc<Node>>,
+    /// The node of the operation that made it: [`Tensor::node`] is the one it has now.
+    pub(crate) made_by: Option<Arc<Node>>,
+    /// Of a handle without a node: which others become part of the graph with it.
+    pub(crate) group: Group,
 }
 
 impl Tensor {
@@ -61,22 +64,31 @@ impl Tensor {
     pub(crate) fn empty_like_shape(shape: impl Into<Shape>, dtype: DType, device: Device) -> Result<Tensor> {
         let shape = shape.into();
         let storage = Storage::alloc(device, shape.bytes(dtype.size()))?;
-        Ok(Tensor { storage, layout: Layout::contiguous(shape), dtype, node: None })
+        Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
+    }
+
+    /// The only tensor so far on this storage.
+    #[inline]
+    pub(crate) fn new(storage: Storage, layout: Layout, dtype: DType) -> Tensor {
+        Tensor { storage, layout, dtype, made_by: None, group: Group::default() }
     }
 
     /// Another handle on the same storage and the same place in the graph (tch's word). Free.
     pub fn shallow_clone(&self) -> Tensor {
-        Tensor { node: self.node.clone(), ..self.detach() }
+        let (made_by, group) = (self.made_by.clone(), self.group);
+        Tensor { storage: self.storage.clone(), layout: self.layout.clone(), dtype: self.dtype, made_by, group }
     }
 
     /// The same storage outside the graph: changes are shared, gradients do not flow (PyTorch's `detach`).
     pub fn detach(&self) -> Tensor {
-        self.with_layout(self.layout.clone())
+        let group = Group::detached(&self.storage);
+        Tensor { storage: self.storage.clone(), layout: self.layout.clone(), dtype: self.dtype, made_by: None, group }
     }
 
-    /// The same storage with another layout, outside the graph.
+    /// The same storage with another layout, outside the graph: a view of what is detached where this tensor is tracked.
     pub(crate) fn with_layout(&self, layout: Layout) -> Tensor {
-        Tensor { storage: self.storage.clone(), layout, dtype: self.dtype, node: None }
+        let group = if self.requires_grad() { Group::detached(&self.storage) } else { self.group };
+        Tensor { storage: self.storage.clone(), layout, dtype: self.dtype, made_by: None, group }
     }
 
     /// The sizes of the dimensions.

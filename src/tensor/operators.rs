@@ -50,10 +50,10 @@ fn computed(
     };
     let fits = |right: &Tensor| {
         let broadcast = || t.shape().broadcast("", right.shape()).is_ok_and(|shape| shape == *t.shape());
-        right.node.is_none() && right.dtype == t.dtype && (right.shape() == t.shape() || broadcast())
+        !right.requires_grad() && right.dtype == t.dtype && (right.shape() == t.shape() || broadcast())
     };
     // What is done to floats gives floats of the same dtype.
-    let owned = t.storage.is_unique() && t.node.is_none() && t.dtype.is_float();
+    let owned = t.storage.is_unique() && !t.requires_grad() && t.dtype.is_float();
     let free = owned && t.is_contiguous() && right.is_none_or(fits);
     if free { expect(in_place(&t).map(|()| t)) } else { expect(out_of_place(&t)) }
 }

@@ -6,7 +6,7 @@
 use smallvec::SmallVec;
 
 use super::{Layout, Shape};
-use crate::autograd::record_unary_twice;
+use crate::autograd::{record_unary_twice, record_view};
 use crate::layout::shape::{Dims, NewShape};
 use crate::{DimList, Error, ReduceDims, Result, Tensor};
 
@@ -34,7 +34,7 @@ impl Tensor {
         layout: Layout,
         back: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Tensor {
-        record_unary_twice(op, self.with_layout(layout), self, back)
+        record_view(op, layout, self, back)
     }
 
     /// The view that `pick` makes of this layout, which has each element at most once: the gradient of the others is zero.
@@ -43,9 +43,8 @@ impl Tensor {
         op: &'static str,
         pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
     ) -> Result<Tensor> {
-        let out = self.with_layout(pick(&self.layout)?);
-        let shape = self.shape().clone();
-        Ok(record_unary_twice(op, out, self, move |grad| grad.placed(op, &shape, pick.clone())))
+        let (layout, shape) = (pick(&self.layout)?, self.shape().clone());
+        Ok(record_view(op, layout, self, move |grad| grad.placed(op, &shape, pick.clone())))
     }
 
     /// Zeros of `shape` with this tensor where `pick` says: the opposite of [`picked`](Tensor::picked).
@@ -303,9 +302,7 @@ impl Tensor {
             return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs, hint });
         };
         let (old, shape) = (self.shape().clone(), shape.checked(op)?);
-        Ok(record_unary_twice(op, self.with_layout(self.layout.broadcast_to(&shape)), self, move |grad| {
-            grad.sum_to(&old)
-        }))
+        Ok(record_view(op, self.layout.broadcast_to(&shape), self, move |grad| grad.sum_to(&old)))
     }
 
     /// Dimensions `start` to `end`, both included, as one (PyTorch's `flatten`); a scalar becomes `[1]`. A view where the
@@ -362,8 +359,7 @@ impl Tensor {
         op: &'static str,
         flip: impl Fn(&Layout) -> Layout + Clone + Send + Sync + 'static,
     ) -> Result<Tensor> {
-        let out = self.with_layout(flip(&self.layout));
-        Ok(record_unary_twice(op, out, self, move |grad| grad.flipped(op, flip.clone())))
+        Ok(record_view(op, flip(&self.layout), self, move |grad| grad.flipped(op, flip.clone())))
     }
 
     /// The columns of each matrix backwards: dimension 1 flipped (PyTorch's `fliplr`).

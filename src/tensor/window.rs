@@ -1,7 +1,7 @@
 //! Views that repeat elements: sliding windows, and strides of the caller's own.
 
 use super::Layout;
-use crate::autograd::{is_tracked, record_unary_twice};
+use crate::autograd::{is_tracked, record_unary_twice, record_view};
 use crate::layout::shape::Shape;
 use crate::{DType, Error, Result, Tensor};
 
@@ -36,8 +36,8 @@ impl Tensor {
         }
         let windows = self.layout.unfold(d, size, step);
         windows.shape.clone().checked(op)?; // those of an expanded view may be more than can be counted
-        let (out, shape) = (self.with_layout(windows), self.shape().clone());
-        Ok(record_unary_twice(op, out, self, move |grad| grad.windows_sum(&shape, d, step)))
+        let shape = self.shape().clone();
+        Ok(record_view(op, windows, self, move |grad| grad.windows_sum(&shape, d, step)))
     }
 
     /// The opposite of [`Tensor::unfold`] into a tensor of `shape`: every element is the sum of its copies in the windows.
@@ -103,20 +103,21 @@ impl Tensor {
             return Err(Error::invalid(op, reason));
         }
         let layout = Layout { shape, strides: stride.iter().copied().collect(), offset };
-        let out = self.with_layout(layout.clone());
-        if !is_tracked(&[self]) {
-            return Ok(out);
-        }
         let old = self.layout.clone();
-        if old.may_alias_itself() {
+        if is_tracked(&[self]) && old.may_alias_itself() {
             let reason = "the tensor repeats elements (an expanded view), so their gradients have no single place: \
                           call contiguous() first";
             return Err(Error::Autograd { op, reason: reason.into() });
         }
-        Ok(record_unary_twice(op, out, self, move |grad| match is_tracked(&[&grad]) {
-            true => recorded_gradient(&old, &layout, &grad),
-            false => strided_gradient(&old, &layout, &grad),
-        }))
+        Ok(record_view(op, layout.clone(), self, strided_back(old, layout)))
+    }
+}
+
+/// How a gradient of a view `new` becomes that of what has the layout `old` in the same storage.
+pub(crate) fn strided_back(old: Layout, new: Layout) -> impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static {
+    move |grad| match is_tracked(&[&grad]) {
+        true => recorded_gradient(&old, &new, &grad),
+        false => strided_gradient(&old, &new, &grad),
     }
 }
 

@@ -19,6 +19,7 @@ mod graph;
 mod host_memory;
 mod idx;
 mod import;
+mod in_place;
 mod info;
 mod io;
 mod leaves;

@@ -1,6 +1,6 @@
 //! Tensors as arguments of the user's kernels.
 
-use crate::autograd::check_in_place;
+use crate::autograd::check_unrecorded;
 use crate::backend::opencl::kernels::BufferView;
 use crate::device::opencl::{Arg, KernelArgument, KernelBuffer, KernelTensor};
 use crate::{DType, Device, Error, Result, Tensor};
@@ -37,7 +37,7 @@ impl KernelTensor for Tensor {
             let reason = format!("a tensor of shape {} has no memory to point at: launch nothing", self.shape());
             return Err(Error::invalid(op, reason));
         }
-        if written { check_in_place(op, self, &[]) } else { Ok(()) }
+        if written { check_unrecorded(op, self, &[]) } else { Ok(()) }
     }
 
     fn view(&self) -> Result<Box<dyn KernelBuffer + '_>> {

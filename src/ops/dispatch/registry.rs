@@ -211,11 +211,13 @@ fn replace(op: &'static str, slots: &[Option<&Tensor>], entry: Entry, arguments:
     let present: SmallVec<[bool; 6]> = slots.iter().map(Option::is_some).collect();
     let track = |(k, out): (usize, Tensor)| {
         if !out.dtype().is_float() || !differentiable {
-            return out.detach();
+            return Ok(out.detach());
         }
+        // A view of an input would have a place in the graph beside that of the input.
+        let out = if inputs.iter().any(|t| t.shares_storage(&out)) { out.copied(false)? } else { out.detach() };
         let saved: Vec<Saved> = inputs.iter().map(|t| Saved::new(t)).collect();
         let (arguments, present, backward) = (arguments.clone(), present.clone(), implementation.backward.clone());
-        autograd::record(op, out.detach(), inputs, move |ctx| {
+        Ok(autograd::record(op, out, inputs, move |ctx| {
             let inputs = saved.iter().map(|s| s.get(op).map(Tensor::detach)).collect::<Result<Vec<_>>>()?;
             let grad = ctx.grad()?;
             let wanted: Vec<bool> = (0..inputs.len()).map(|i| ctx.needs(i)).collect();
@@ -234,9 +236,9 @@ fn replace(op: &'static str, slots: &[Option<&Tensor>], entry: Entry, arguments:
                     )
                 }
             }
-        })
+        }))
     };
-    Ok(outs.into_iter().enumerate().map(track).collect())
+    outs.into_iter().enumerate().map(track).collect()
 }
 
 fn own_gradients(

@@ -3,11 +3,12 @@
 use std::slice;
 use std::sync::LazyLock;
 
+use crate::autograd::{self, InPlace};
 use crate::backend::problem::map::Params;
 use crate::device::capture::is_capturing;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
-use crate::{DType, Expr, Result, Scalar, Tensor, autograd, backend};
+use crate::{DType, Expr, Result, Scalar, Tensor, backend};
 
 /// `x`, and a scalar: made once, since making one asks the heap.
 static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
@@ -112,20 +113,35 @@ impl Tensor {
     }
 
     /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype; both on one device, or, where they
-    /// are contiguous and of one shape and dtype, on any two: that waits. In place.
+    /// are contiguous and of one shape and dtype, on any two: that waits. In place; differentiable in `src`.
     ///
     /// # Errors
-    /// [`crate::Error::ShapeMismatch`], [`crate::Error::DeviceMismatch`]; [`crate::Error::Autograd`] where either is
-    /// tracked; [`crate::Error::Invalid`] into an expanded view; [`crate::Error::Partial`] where a copy between devices, or
+    /// [`crate::Error::ShapeMismatch`], [`crate::Error::DeviceMismatch`]; [`crate::Error::Autograd`] where this is a leaf that
+    /// requires a gradient, or a view of one; [`crate::Error::Invalid`] into an expanded view; [`crate::Error::Partial`] where a copy between devices, or
     /// to where it overlaps, fails midway.
     pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
         let op = "copy_";
-        autograd::check_in_place(op, self, &[src])?;
+        let change = autograd::in_place(op, self, &[src])?;
+        self.copy_elements(op, src)?;
+        match change {
+            Some(change) if src.requires_grad() => {
+                let (shape, dtype, device) = (src.shape().clone(), src.dtype, src.device());
+                let back = move |grad: Tensor| grad.sum_to(&shape)?.to_device(device)?.to_dtype(dtype);
+                change.finish(|out| autograd::record_unary_twice(op, out, src, back));
+            }
+            Some(change) => change.overwritten(),
+            None => {}
+        }
+        Ok(self)
+    }
+
+    /// [`Tensor::copy_`] outside the graph.
+    fn copy_elements(&self, op: &'static str, src: &Tensor) -> Result<()> {
         let plain =
             self.dtype == src.dtype && self.shape() == src.shape() && self.is_contiguous() && src.is_contiguous();
         if !plain {
             elementwise::apply_into(op, &[src], Params::default(), slice::from_ref(&*IDENTITY), &[self])?;
-            return Ok(self);
+            return Ok(());
         }
         let size = self.dtype.size();
         let (to, from) = (self.layout.offset * size, src.layout.offset * size);
@@ -133,20 +149,21 @@ impl Tensor {
             backend::launch([self], |_| self.storage.copy_from(to, &src.storage, from, self.numel() * size, false));
         // Between devices in pieces, of which some may be there.
         let across = self.device() != src.device();
-        copied.map_err(|e| if across || matches!(e, Error::Partial { .. }) { e.in_part(op) } else { e })?;
-        Ok(self)
+        copied.map_err(|e| if across || matches!(e, Error::Partial { .. }) { e.in_part(op) } else { e })
     }
 
     /// Sets every element to `value`, converted to the dtype. In place.
     ///
     /// # Errors
-    /// [`crate::Error::Autograd`] where the tensor is tracked; [`crate::Error::Invalid`] on an expanded view.
+    /// [`crate::Error::Autograd`] where this is a leaf that requires a gradient, or a view of one; [`crate::Error::Invalid`] on
+    /// an expanded view.
     pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "fill_";
-        autograd::check_in_place(op, self, &[])?;
         let scalars = [value.into()];
         scalars[0].check_whole(op, self.dtype)?;
+        let change = autograd::in_place(op, self, &[])?;
         elementwise::apply_into(op, &[], Params { scalars: &scalars, seeds: &[] }, slice::from_ref(&*SCALAR), &[self])?;
+        change.into_iter().for_each(InPlace::overwritten);
         Ok(self)
     }
 

@@ -145,7 +145,7 @@ fn checked_into(
 ) -> Result<(Arc<Program>, Option<DType>)> {
     let Some(first) = outputs.first() else { return Err(Error::invalid(op, "it needs at least one output")) };
     for (i, out) in outputs.iter().enumerate() {
-        autograd::check_in_place(op, out, inputs)?;
+        autograd::check_unrecorded(op, out, inputs)?;
         mismatch!(op if out.shape() != first.shape(), first, out, "all outputs have one shape");
         same_device(op, &[first, out])?;
         invalid!(op if outputs[..i].iter().any(|o| o.shares_storage(out)),
@@ -219,7 +219,7 @@ impl MapInto {
         self.inputs.iter().for_each(|t| inputs.push(t));
         self.outputs.iter().for_each(|t| outputs.push(t));
         if is_grad_enabled() {
-            outputs.iter().try_for_each(|out| autograd::check_in_place(self.op, out, &inputs))?;
+            outputs.iter().try_for_each(|out| autograd::check_unrecorded(self.op, out, &inputs))?;
         }
         apply_into(self.op, &inputs, Params { scalars, seeds: &[] }, self.program.exprs(), &outputs)
     }

@@ -9,7 +9,7 @@ pub(crate) mod pointwise;
 
 use smallvec::SmallVec;
 
-use crate::autograd::{self, Saved};
+use crate::autograd::{self, InPlace, Saved};
 use crate::backend;
 use crate::backend::problem::map::{Formulas, Params};
 use crate::expr::philox::Seed;
@@ -19,6 +19,7 @@ use crate::expr::{Expr, table};
 use crate::ops::dispatch::autocast::widened_row;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
+use crate::ops::dispatch::registry::registered;
 use crate::{DType, Result, Scalar, Shape, Tensor, autocast_dtype, get_default_dtype};
 
 /// Computes `exprs` over `inputs`, broadcast together, into new contiguous tensors of dtypes `out`. One launch.
@@ -206,7 +207,42 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
     let dtype = if row.output == Output::Bool { DType::Bool } else { common };
     let (computed, scalars) = row.specialised(scalars, common);
     let params = Params { scalars, seeds: &[] };
+    if let Some(derivative) = derivative_of_result(row)
+        && dtype.is_float()
+        && autograd::is_tracked(inputs)
+    {
+        let out = apply_one(row.name, inputs, params, computed.expr(), dtype)?;
+        return Ok(recorded_of_result(row.name, out, inputs[0], derivative));
+    }
     apply_tracked(row.name, inputs, params, computed.expr(), dtype, &|i| computed.derivatives()[i].clone())
+}
+
+/// The derivative of a row as a formula of its result, where that is as exact as one of the operand: then the result is what is
+/// saved, and the operand may change or go.
+fn derivative_of_result(row: &'static Row) -> Option<Expr> {
+    use table::rows::{exp, relu};
+    match row {
+        row if std::ptr::eq(row, &relu) => Some(relu.derivatives()[0].clone()), // where the result is above 0, as the operand
+        row if std::ptr::eq(row, &exp) => Some(Expr::input(0)),
+        _ => None,
+    }
+}
+
+/// What was computed of `input`, which saves itself for its gradient.
+fn recorded_of_result(op: &'static str, out: Tensor, input: &Tensor, derivative: Expr) -> Tensor {
+    let (saved, dtype) = (Saved::new(&out), input.dtype);
+    autograd::record_twice(op, out, &[input], move |ctx| {
+        let (result, grad) = (ctx.result(&saved)?, ctx.grad()?);
+        let (operands, product) = ([&result, &grad], Expr::input(1) * &derivative);
+        let gradient = match ctx.slot(0) {
+            Some(slot) => {
+                apply_into(op, &operands, Params::default(), &[product], &[&slot])?;
+                slot
+            }
+            None => apply_tracked(op, &operands, Params::default(), &product, dtype, &|i| product.diff(i))?,
+        };
+        Ok(SmallVec::from_iter([Some(gradient)]))
+    })
 }
 
 /// The in-place form: the result goes into the row's first input.
@@ -217,7 +253,9 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
     if row.output == Output::Same {
         promote::check_in_place(row.name, common, target)?;
     }
-    autograd::check_in_place(row.name, target, others)?;
+    if let Some(change) = autograd::in_place(row.name, target, others)? {
+        return apply_row_recorded(row, change, inputs, scalars, common);
+    }
     let arguments = || scalars.iter().map(|&s| s.into()).collect();
     if let Some(out) = replacement(row.name, inputs, arguments)? {
         return target.copy_(&out[0]).map(|_| ());
@@ -233,6 +271,44 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
     apply_into(row.name, inputs, params, expr, &[target])
 }
 
+/// [`apply_row_`] where an input is tracked. What the derivatives read of the elements that change is copied before.
+#[cold]
+fn apply_row_recorded(
+    row: &'static Row,
+    change: InPlace,
+    inputs: &[&Tensor],
+    scalars: &[Scalar],
+    common: DType,
+) -> Result<()> {
+    let target = inputs[0];
+    let fits = common == target.dtype && convert_operands(row, inputs, common)?.is_none();
+    if !fits || registered(row.name, target.device().into()).is_some() {
+        let copy = change.copy()?;
+        let inputs: SmallVec<[&Tensor; 3]> = std::iter::once(&copy).chain(inputs[1..].iter().copied()).collect();
+        return target.copy_(&apply_row(row, &inputs, scalars)?).map(|_| ());
+    }
+    let (computed, given) = row.specialised(scalars, common);
+    let derivative = |i: usize| match row.output {
+        Output::Bool => Expr::constant(0.0),
+        _ => computed.derivatives()[i].clone(),
+    };
+    let read = |i: usize| (0..inputs.len()).any(|j| inputs[j].requires_grad() && derivative(j).uses_input(i));
+    let of_result = derivative_of_result(row);
+    let before = |(i, t): (usize, &&Tensor)| match t.shares_storage(target) && read(i) && of_result.is_none() {
+        true => Ok(Tensor { made_by: t.node(), ..t.copied(false)? }),
+        false => Ok(t.shallow_clone()),
+    };
+    let kept = inputs.iter().enumerate().map(before).collect::<Result<SmallVec<[Tensor; 3]>>>()?;
+    let params = Params { scalars: given, seeds: &[] };
+    apply_into(row.name, inputs, params, std::slice::from_ref(computed.expr()), &[target])?;
+    let kept: SmallVec<[&Tensor; 3]> = kept.iter().collect();
+    change.finish(|out| match of_result {
+        Some(derivative) => recorded_of_result(row.name, out, target, derivative),
+        None => recorded(row.name, out, &kept, params, &derivative),
+    });
+    Ok(())
+}
+
 /// Makes the methods of `Tensor`: one for each row, and one in place.
 macro_rules! methods {
     ($(
@@ -246,8 +322,8 @@ macro_rules! methods {
         ///
         /// # Errors
         /// Each of them: operands whose shapes do not broadcast, or that are on different devices; an integer divided
-        /// by zero; memory that runs out. In place also: a result of another shape or dtype, and a tensor whose elements
-        /// overlap or whose old value a gradient needs.
+        /// by zero; memory that runs out. In place also: a result of another shape or dtype, a tensor whose elements
+        /// overlap, and outside [`no_grad`](crate::no_grad) a leaf that requires a gradient, or a view of one.
         impl crate::tensor::Tensor { $(
             methods!(@out-of-place [$($doc)+] $name $args);
             $(methods!(@in-place $inplace $name $args);)?
@@ -308,7 +384,7 @@ pub(crate) fn recorded(
     derivative: &dyn Fn(usize) -> Expr,
 ) -> Tensor {
     let derivatives: SmallVec<[Option<Expr>; 3]> =
-        inputs.iter().enumerate().map(|(i, t)| t.node.as_ref().map(|_| derivative(i))).collect();
+        inputs.iter().enumerate().map(|(i, t)| t.requires_grad().then(|| derivative(i))).collect();
     // An input that no derivative mentions is not kept alive.
     let used = |i: usize| derivatives.iter().flatten().any(|d| d.uses_input(i));
     let saved: SmallVec<[Option<Saved>; 3]> =

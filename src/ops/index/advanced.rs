@@ -287,22 +287,49 @@ impl Tensor {
     ) -> Result<Tensor> {
         let (out, kept) = (self.cast(self.dtype)?, without_masks(op, self, indices)?);
         out.put_values(op, &kept, values, accumulate)?;
+        Ok(self.recorded_put(op, out, kept, values, accumulate))
+    }
+
+    /// What was this tensor and has the values at these places, with its node where either is tracked.
+    fn recorded_put(
+        &self,
+        op: &'static str,
+        out: Tensor,
+        kept: SavedIndices,
+        values: &Tensor,
+        accumulate: bool,
+    ) -> Tensor {
         let shape = values.shape().clone();
-        Ok(recorded(op, out, &[self, values], move |i, grad| match i {
+        recorded(op, out, &[self, values], move |i, grad| match i {
             0 if accumulate => Ok(grad.shallow_clone()),
             0 => grad.index_put(&kept.get(op)?, &Tensor::zeros((), (grad.dtype, grad.device()))?, false),
             _ => grad.index(&kept.get(op)?)?.sum_to(&shape),
-        }))
+        })
+    }
+
+    fn indexed_put_(
+        &self,
+        op: &'static str,
+        indices: &[Option<&Tensor>],
+        values: &Tensor,
+        accumulate: bool,
+    ) -> Result<()> {
+        let change = autograd::in_place(op, self, &[values])?;
+        let kept = without_masks(op, self, indices)?;
+        self.put_values(op, &kept, values, accumulate)?;
+        if let Some(change) = change {
+            change.finish(|out| self.recorded_put(op, out, kept, values, accumulate));
+        }
+        Ok(())
     }
 
     /// [`Tensor::index_put`] in place.
     ///
     /// # Errors
-    /// As [`Tensor::index_put`]; [`Error::Autograd`] where a tensor is tracked; [`Error::Invalid`] into an expanded view.
+    /// As [`Tensor::index_put`]; [`Error::Autograd`] where this is a leaf that requires a gradient, or a view of one;
+    /// [`Error::Invalid`] into an expanded view.
     pub fn index_put_(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<&Tensor> {
-        let op = "index_put_";
-        autograd::check_in_place(op, self, &[values])?;
-        self.put_values(op, &without_masks(op, self, indices)?, values, accumulate)?;
+        self.indexed_put_("index_put_", indices, values, accumulate)?;
         Ok(self)
     }
 
@@ -347,11 +374,10 @@ impl Tensor {
     /// As [`Tensor::put`] and [`Tensor::index_put_`].
     pub fn put_(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<&Tensor> {
         let op = "put_";
-        autograd::check_in_place(op, self, &[source])?;
         let (index, source) = as_vectors(op, index, source)?;
-        match self.detach().view(self.numel()) {
-            Ok(flat) => flat.put_values(op, &without_masks(op, &flat, &[Some(&index)])?, &source, accumulate)?,
-            Err(_) => drop(self.copy_(&self.detach().put(&index, &source, accumulate).named(op)?)?),
+        match self.view(self.numel()) {
+            Ok(flat) => flat.indexed_put_(op, &[Some(&index)], &source, accumulate)?,
+            Err(_) => drop(self.copy_(&self.put(&index, &source, accumulate).named(op)?)?),
         }
         Ok(self)
     }
@@ -391,10 +417,9 @@ impl Tensor {
     /// As [`Tensor::masked_scatter`] and [`Tensor::index_put_`].
     pub fn masked_scatter_(&self, mask: &Tensor, source: &Tensor) -> Result<&Tensor> {
         let op = "masked_scatter_";
-        autograd::check_in_place(op, self, &[source])?;
         let x = self.atleast_1d()?;
         if let Some((mask, source)) = x.masked_source(op, mask, source)? {
-            x.put_values(op, &without_masks(op, &x, &[Some(&mask)])?, &source, false)?;
+            x.indexed_put_(op, &[Some(&mask)], &source, false)?;
         }
         Ok(self)
     }

@@ -109,7 +109,7 @@ impl Tensor {
     }
 
     /// A copy with `src` where `pick` says.
-    fn assigned_copy(
+    pub(crate) fn assigned_copy(
         &self,
         op: &'static str,
         src: &Tensor,

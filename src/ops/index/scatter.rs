@@ -127,8 +127,11 @@ impl Update<'_> {
     }
 
     fn in_place<'t>(&self, target: &'t Tensor) -> Result<&'t Tensor> {
-        autograd::check_in_place(self.op, target, &[self.source])?;
-        self.write(target)?;
+        let change = autograd::in_place(self.op, target, &[self.source])?;
+        let source = self.write(target)?;
+        if let Some(change) = change {
+            change.finish(|out| self.recorded(out, target, &source));
+        }
         Ok(target)
     }
 
@@ -136,15 +139,32 @@ impl Update<'_> {
     fn copied(&self, x: &Tensor) -> Result<Tensor> {
         let out = x.cast(x.dtype)?;
         let source = self.write(&out)?;
+        Ok(self.recorded(out, x, &source))
+    }
+
+    /// What was `x` and has the update, with its node where either is tracked.
+    fn recorded(&self, out: Tensor, x: &Tensor, source: &Tensor) -> Tensor {
         let (&Update { op, combine, slices, dim, .. }, index) = (self, Saved::new(self.index));
-        Ok(recorded(op, out, &[x, &source], move |i, grad| match (i, combine) {
+        recorded(op, out, &[x, source], move |i, grad| match (i, combine) {
             (1, _) if slices => grad.index_select(dim, index.get(op)?),
             (1, _) => grad.gather(dim, index.get(op)?),
             (_, Combine::Set) if slices => grad.index_fill(dim, index.get(op)?, 0),
             (_, Combine::Set) => grad.scatter_value(dim, index.get(op)?, 0),
             _ => Ok(grad.shallow_clone()),
-        }))
+        })
     }
+}
+
+/// `out`, which is `x` but for the elements that the index names, with its node where x is tracked.
+fn zeroed_elements(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+    let index = Saved::new(index);
+    recorded(op, out, &[x], move |_, grad| grad.scatter_value(dim, index.get(op)?, 0))
+}
+
+/// `out`, which is `x` but for the slices that the index names, with its node where x is tracked.
+fn zeroed_slices(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+    let index = Saved::new(index);
+    recorded(op, out, &[x], move |_, grad| grad.index_fill(dim, index.get(op)?, 0))
 }
 
 /// Makes a method that writes `source` to a copy of the tensor, and its in-place form.
@@ -160,7 +180,8 @@ macro_rules! updates {
             #[doc = concat!("[`Tensor::", stringify!($name), "`] in place.")]
             ///
             /// # Errors
-            #[doc = concat!("As [`Tensor::", stringify!($name), "`]; [`Error::Autograd`] where a tensor is tracked;")]
+            #[doc = concat!("As [`Tensor::", stringify!($name), "`]; [`Error::Autograd`] where this is a leaf that")]
+            /// requires a gradient, or a view of one;
             /// [`Error::Invalid`] into an expanded view.
             pub fn $in_place(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<&Tensor> {
                 let op = stringify!($in_place);
@@ -216,19 +237,21 @@ impl Tensor {
         let op = replaced!("scatter_value", [self, index], dim, value);
         let out = self.cast(self.dtype)?;
         out.scatter_number(op, dim, index, value)?;
-        let index = Saved::new(index);
-        Ok(recorded(op, out, &[self], move |_, grad| grad.scatter_value(dim, index.get(op)?, 0)))
+        Ok(zeroed_elements(op, out, self, dim, index))
     }
 
     /// [`Tensor::scatter_value`] in place.
     ///
     /// # Errors
-    /// As [`Tensor::scatter_value`]; [`Error::Autograd`] where this tensor is tracked; [`Error::Invalid`] into an expanded
-    /// view.
+    /// As [`Tensor::scatter_value`]; [`Error::Autograd`] where this is a leaf that requires a gradient, or a view of one;
+    /// [`Error::Invalid`] into an expanded view.
     pub fn scatter_value_(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "scatter_value_";
-        autograd::check_in_place(op, self, &[])?;
+        let change = autograd::in_place(op, self, &[])?;
         self.scatter_number(op, dim, index, value.into())?;
+        if let Some(change) = change {
+            change.finish(|out| zeroed_elements(op, out, self, dim, index));
+        }
         Ok(self)
     }
 
@@ -261,7 +284,6 @@ impl Tensor {
         alpha: impl Into<Scalar>,
     ) -> Result<&Tensor> {
         let op = "index_add_alpha_";
-        autograd::check_in_place(op, self, &[source])?;
         let source = &scaled(op, source, alpha.into())?;
         Update { op, combine: Combine::Add, slices: true, dim, index, source }.in_place(self)
     }
@@ -276,18 +298,21 @@ impl Tensor {
         let op = replaced!("index_fill", [self, index], dim, value);
         let out = self.cast(self.dtype)?;
         out.fill_slices(op, dim, index, value)?;
-        let index = Saved::new(index);
-        Ok(recorded(op, out, &[self], move |_, grad| grad.index_fill(dim, index.get(op)?, 0)))
+        Ok(zeroed_slices(op, out, self, dim, index))
     }
 
     /// [`Tensor::index_fill`] in place.
     ///
     /// # Errors
-    /// As [`Tensor::index_fill`]; [`Error::Autograd`] where this tensor is tracked; [`Error::Invalid`] into an expanded view.
+    /// As [`Tensor::index_fill`]; [`Error::Autograd`] where this is a leaf that requires a gradient, or a view of one;
+    /// [`Error::Invalid`] into an expanded view.
     pub fn index_fill_(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "index_fill_";
-        autograd::check_in_place(op, self, &[])?;
+        let change = autograd::in_place(op, self, &[])?;
         self.fill_slices(op, dim, index, value.into())?;
+        if let Some(change) = change {
+            change.finish(|out| zeroed_slices(op, out, self, dim, index));
+        }
         Ok(self)
     }
 

@@ -176,7 +176,10 @@ impl Tensor {
     ) -> Result<&Tensor> {
         let op = "scatter_reduce_";
         let (d, from) = self.check_scatter(op, dim, index, source)?;
-        autograd::check_in_place(op, self, &[source])?;
+        if let Some(change) = autograd::in_place(op, self, &[source])? {
+            let reduced = change.copy()?.scatter_reduced(op, dim, index, source, (reduce, include_self))?;
+            return self.copy_(&reduced);
+        }
         reduce_into(op, self, d, &ScatterIndex::of(index), &from, (reduce, include_self))?;
         Ok(self)
     }

@@ -30,9 +30,10 @@ operations! {
 impl Tensor {
     /// The formula, of these scalars and the next seed, into this tensor.
     fn draw_(&self, op: &'static str, scalars: &[Scalar], expr: Expr) -> Result<&Tensor> {
-        autograd::check_in_place(op, self, &[])?;
+        let change = autograd::in_place(op, self, &[])?;
         let params = Params { scalars, seeds: &[next_seed(op, self.device())?] };
         elementwise::apply_into(op, &[], params, &[expr], &[self])?;
+        change.into_iter().for_each(autograd::InPlace::overwritten);
         Ok(self)
     }
 

@@ -93,12 +93,12 @@ fn expand_reduced(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Te
         if reduced { 0 } else { own.unwrap_or(0) }
     };
     let strides = shape.dims().iter().zip(mask).map(stride).collect();
-    let view = t.with_layout(Layout { shape: shape.clone(), strides, offset: t.layout.offset });
+    let view = Layout { shape: shape.clone(), strides, offset: t.layout.offset };
     let dims: SmallVec<[isize; 6]> = mask.iter().enumerate().filter(|(_, r)| **r).map(|(d, _)| d as isize).collect();
     // No dims at all would mean all of them.
     let same = dims.is_empty();
     let back = move |grad: Tensor| if same { Ok(grad) } else { grad.sum(&dims[..], keepdim) };
-    autograd::record_unary_twice("expand", view, t, back)
+    autograd::record_view("expand", view, t, back)
 }
 
 impl Tensor {
