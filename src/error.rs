@@ -69,6 +69,9 @@ pub enum Error {
     /// A gradient cannot be computed, or an in-place change would make one wrong.
     #[error("{op}: {reason}")]
     Autograd { op: &'static str, reason: String },
+    /// Another rank of a group did not do its part of a collective.
+    #[error("{op}: rank {rank} {reason}")]
+    Rank { op: &'static str, rank: usize, reason: String },
     /// An argument makes no sense; the sentence says which and why.
     #[error("{op}: {reason}")]
     Invalid { op: &'static str, reason: String },

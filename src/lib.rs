@@ -27,7 +27,7 @@
 //! - [`tensor`]: shapes, strides and an offset over a storage. Creation, views, conversion, display.
 //! - [`ops`]: the operations, by name and as methods of [`Tensor`]. [`expr`]: formulas of elementwise operations.
 //! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers made of the above.
-//! - [`data`]: data sets, and batches of them made by worker threads.
+//! - [`data`]: data sets, and batches of them made by worker threads. [`distributed`]: training on several devices and machines.
 //! - [`storage`]: who owns the bytes. Three allocators and their configuration, plans, history and snapshots, transfers.
 //! - [`device`]: where work runs. Discovery, streams and events, the program cache.
 //! - [`io`]: npy, npz and safetensors files. [`file`](mod@file): files that are replaced as a whole. [`tune`]: measuring which parameters of kernels suit a device.
@@ -44,6 +44,7 @@ pub mod autograd;
 mod backend;
 pub mod data;
 pub mod device;
+pub mod distributed;
 mod dtype;
 mod error;
 pub mod expr;

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use super::{Layout, Shape};
 use crate::autograd::{record_unary_twice, record_view};
 use crate::layout::shape::{Dims, NewShape};
-use crate::{DimList, Error, ReduceDims, Result, Tensor};
+use crate::{DType, DimList, Error, ReduceDims, Result, Tensor};
 
 /// Dims of a tensor of this rank, each once.
 fn distinct(op: &'static str, dims: &[isize], rank: usize) -> Result<Dims> {
@@ -35,6 +35,52 @@ impl Tensor {
         back: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Tensor {
         record_view(op, layout, self, back)
+    }
+
+    /// The same bytes as elements of another dtype (PyTorch's `view(dtype)`), outside the graph. Of another size, the last
+    /// dimension has as many elements as its bytes make.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let x = Tensor::from_slice(&[1.0f32, -2.0], 2, Device::Cpu)?;
+    /// assert_eq!(x.view_dtype(DType::I32)?.to_vec::<i32>()?, [0x3f80_0000, 0xc000_0000u32 as i32]);
+    /// assert_eq!(x.view_dtype(DType::U8)?.shape().dims(), [8]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the last dimension is not contiguous or its bytes, an offset or a stride are no whole elements;
+    /// for bools from anything else, since not every byte is one.
+    pub fn view_dtype(&self, dtype: DType) -> Result<Tensor> {
+        let (op, from, to) = ("view_dtype", self.dtype.size(), dtype.size());
+        let mut view = self.detach();
+        if dtype == DType::Bool && self.dtype != DType::Bool {
+            return Err(Error::invalid(op, format!("not every {} is a bool: compare with .ne(0)", self.dtype)));
+        }
+        view.dtype = dtype;
+        if from == to {
+            return Ok(view);
+        }
+        let scaled = |elements: usize| (elements * from).is_multiple_of(to).then_some(elements * from / to);
+        let Some(last) = self.rank().checked_sub(1).filter(|&last| self.strides()[last] == 1) else {
+            let reason =
+                format!("a tensor of shape {} whose last stride is not 1 has no view of another size", self.shape());
+            return Err(Error::invalid(op, reason + ": call .contiguous() first, with a dimension"));
+        };
+        let whole = || -> Option<Layout> {
+            let mut layout = self.layout.clone();
+            let mut dims = layout.shape.dims().to_vec();
+            dims[last] = scaled(dims[last])?;
+            layout.shape = dims.into();
+            layout.offset = scaled(layout.offset)?;
+            for stride in &mut layout.strides[..last] {
+                *stride = isize::try_from(scaled(stride.unsigned_abs())?).ok()? * stride.signum();
+            }
+            Some(layout)
+        };
+        let reason = || format!("sizes, strides or the offset of {:?} are no whole elements of {dtype}", self.shape());
+        view.layout = whole().ok_or_else(|| Error::invalid(op, reason()))?;
+        Ok(view)
     }
 
     /// The view that `pick` makes of this layout, which has each element at most once: the gradient of the others is zero.

@@ -1,0 +1,333 @@
+//! How collectives go over a transport, on the bytes of tensors: in slices, each brought to the host, exchanged, reduced and
+//! brought back, so that no more of the host's memory is needed than for one.
+
+use std::ops::Range;
+
+use super::group::Membership;
+use super::reduce::ReduceOp;
+use super::transport::{Call, Transport};
+use crate::{DType, Device, Error, HostArray, Result, Tensor};
+
+/// Bytes of a slice, all ranks' parts together: few enough to stay in a processor's caches.
+const SLICE: usize = 4 << 20;
+
+/// Ranks' parts of a slice begin at multiples of this, where elements of every dtype may.
+const ALIGN: usize = 64;
+
+/// This rank in a group, for one call.
+pub(super) struct Member<'a> {
+    transport: &'a mut dyn Transport,
+    of: &'a Membership,
+    op: &'static str,
+}
+
+impl<'a> Member<'a> {
+    pub(super) fn new(transport: &'a mut dyn Transport, of: &'a Membership, op: &'static str) -> Member<'a> {
+        Member { transport, of, op }
+    }
+
+    fn rank(&self) -> usize {
+        self.of.rank
+    }
+
+    fn size(&self) -> usize {
+        self.of.ranks.len()
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let rank = self.rank();
+        (0..self.size()).filter(move |&other| other != rank)
+    }
+
+    /// Between ranks of the group; what is empty is not sent.
+    fn exchange<'b>(
+        &mut self,
+        sends: impl IntoIterator<Item = (usize, &'b [u8])>,
+        receives: impl IntoIterator<Item = (usize, &'b mut [u8])>,
+    ) -> Result<()> {
+        let ranks = &self.of.ranks;
+        let sends: Vec<_> = sends.into_iter().filter(|(_, b)| !b.is_empty()).map(|(to, b)| (ranks[to], b)).collect();
+        let receives = receives.into_iter().filter(|(_, b)| !b.is_empty());
+        let mut receives: Vec<_> = receives.map(|(from, b)| (ranks[from], b)).collect();
+        let call = Call { op: self.op, context: self.of.context };
+        self.transport.exchange(call, &sends, &mut receives).map_err(|fault| fault.into_error(self.op))
+    }
+
+    /// What every rank gives, in the order of the ranks; all give as many bytes.
+    fn all<const N: usize>(&mut self, own: [u8; N]) -> Result<Vec<[u8; N]>> {
+        let mut all = vec![own; self.size()];
+        let rank = self.rank();
+        let receives = all.iter_mut().map(<[u8; N]>::as_mut_slice).enumerate().filter(|(other, _)| *other != rank);
+        self.exchange(self.others().map(|other| (other, own.as_slice())), receives)?;
+        Ok(all)
+    }
+
+    /// Fails where the ranks do not all make this call.
+    pub(super) fn compare(&mut self, call: &str) -> Result<()> {
+        let mut text = [0; 120];
+        for (to, from) in text.iter_mut().zip(call.bytes()) {
+            *to = from;
+        }
+        let calls = self.all(text)?;
+        let shown = |text: &[u8; 120]| String::from_utf8_lossy(text).trim_end_matches('\0').to_string();
+        match calls.iter().position(|other| *other != text) {
+            None => Ok(()),
+            Some(rank) => {
+                let reason = format!("calls {}, this one ({}) {}", shown(&calls[rank]), self.rank(), shown(&text));
+                Err(Error::Rank { op: self.op, rank, reason })
+            }
+        }
+    }
+}
+
+/// The ranks of the job in this rank's new group, and the context of its messages; none without a color. Contexts are one more
+/// than any that a rank of the group has had, so that groups that share a rank differ in theirs.
+pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Option<(Vec<usize>, u32)>> {
+    let next = m.transport.next_context();
+    let mut own = [0; 20];
+    own[..8].copy_from_slice(&color.map_or(-1, i64::from).to_ne_bytes());
+    own[8..16].copy_from_slice(&key.to_ne_bytes());
+    own[16..].copy_from_slice(&next.to_ne_bytes());
+    let i64_at = |bytes: &[u8; 20], at: usize| i64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+    let all = m.all(own)?;
+    let first = all.iter().map(|b| u32::from_ne_bytes([b[16], b[17], b[18], b[19]])).max().expect("this rank's");
+    let mut colors: Vec<i64> = all.iter().map(|bytes| i64_at(bytes, 0)).filter(|&color| color >= 0).collect();
+    colors.sort_unstable();
+    colors.dedup();
+    m.transport.set_next_context(first + colors.len() as u32);
+    let Some(color) = color.map(i64::from) else { return Ok(None) };
+    let mut members: Vec<(i64, usize)> =
+        (0..all.len()).filter(|&r| i64_at(&all[r], 0) == color).map(|r| (i64_at(&all[r], 8), r)).collect();
+    members.sort_unstable();
+    let context = first + colors.iter().position(|&c| c == color).expect("one of them") as u32;
+    Ok(Some((members.into_iter().map(|(_, r)| m.of.ranks[r]).collect(), context)))
+}
+
+/// Bytes of the host that a device's are copied to and from: pinned for an OpenCL device.
+struct Staging(Option<HostArray<u8>>);
+
+impl Staging {
+    fn new(bytes: usize, device: Device) -> Result<Staging> {
+        let host = Tensor::zeros(bytes, (DType::U8, Device::Cpu))?;
+        let host = match device {
+            Device::Cpu => host,
+            _ => host.pin_memory(device)?,
+        };
+        Ok(Staging(Some(host.into_host()?)))
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        self.0.as_mut().expect("whole between calls")
+    }
+
+    /// Copies from these bytes of `from` to those from `at` on.
+    fn read(&mut self, at: usize, from: &Tensor, range: Range<usize>) -> Result<()> {
+        self.copy(|host| part(host, at..at + range.len())?.copy_(&part(from, range)?).map(|_| ()))
+    }
+
+    /// Copies to these bytes of `to` from those from `at` on.
+    fn write(&mut self, at: usize, to: &Tensor, range: Range<usize>) -> Result<()> {
+        self.copy(|host| part(to, range.clone())?.copy_(&part(host, at..at + range.len())?).map(|_| ()))
+    }
+
+    fn copy(&mut self, f: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
+        let host = self.0.take().expect("whole between calls").into_tensor();
+        let copied = f(&host);
+        self.0 = Some(host.into_host()?);
+        copied
+    }
+}
+
+fn part(bytes: &Tensor, range: Range<usize>) -> Result<Tensor> {
+    bytes.narrow(0, range.start, range.len())
+}
+
+/// The ranks' parts of so many bytes.
+fn parts(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
+    let share = bytes.div_ceil(ranks).next_multiple_of(ALIGN);
+    (0..ranks).map(|rank| (rank * share).min(bytes)..((rank + 1) * share).min(bytes)).collect()
+}
+
+/// Slices of so many bytes.
+fn slices(bytes: usize, slice: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..bytes).step_by(slice).map(move |at| at..(at + slice).min(bytes))
+}
+
+/// A slice of a part that each rank has.
+fn slice_of_parts(ranks: usize) -> usize {
+    (SLICE / ranks).next_multiple_of(ALIGN)
+}
+
+/// Bytes that begin where elements of every dtype may.
+struct Aligned {
+    words: Vec<u64>,
+    bytes: usize,
+}
+
+impl Aligned {
+    fn new(bytes: usize) -> Aligned {
+        Aligned { words: vec![0; bytes.div_ceil(8)], bytes }
+    }
+
+    fn get(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.bytes]
+    }
+}
+
+/// All ranks' versions of this rank's part, reduced into `result`: `own` and what is in `others`, in the order of the ranks.
+fn reduce_part(rank: usize, own: &[u8], others: &[u8], (dtype, op): (DType, ReduceOp), result: &mut [u8]) {
+    if own.is_empty() {
+        return;
+    }
+    let mut versions: Vec<&[u8]> = others.chunks(own.len().next_multiple_of(ALIGN)).map(|v| &v[..own.len()]).collect();
+    versions.insert(rank, own);
+    op.reduce(dtype, &versions, result);
+}
+
+/// Where the others' versions of a part of so many bytes are received.
+fn rooms(others: &mut [u8], bytes: usize) -> impl Iterator<Item = &mut [u8]> {
+    others.chunks_mut(bytes.next_multiple_of(ALIGN).max(1)).map(move |room| &mut room[..bytes])
+}
+
+/// Every rank reduces its part of a slice, in the order of the ranks, and all receive it from there: two of the slice's bytes
+/// go out and come in for each of its bytes, however many ranks there are, and all have the same bits.
+pub(super) fn all_reduce(m: &mut Member, bytes: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
+    let (rank, n) = (m.rank(), m.size());
+    let most = SLICE.min(bytes.numel());
+    let mut staging = Staging::new(most, bytes.device())?;
+    let room = parts(most, n)[0].len().next_multiple_of(ALIGN);
+    let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
+    for slice in slices(bytes.numel(), SLICE) {
+        let parts = parts(slice.len(), n);
+        let own = parts[rank].clone();
+        staging.read(0, bytes, slice.clone())?;
+        let host = &mut staging.bytes()[..slice.len()];
+        let versions = &mut others.get()[..own.len().next_multiple_of(ALIGN) * (n - 1)];
+        m.exchange(m.others().map(|p| (p, &host[parts[p].clone()])), m.others().zip(rooms(versions, own.len())))?;
+        let reduced = &mut reduced.get()[..own.len()];
+        reduce_part(rank, &host[own.clone()], versions, (dtype, op), reduced);
+        host[own].copy_from_slice(reduced);
+        let mut rest = host;
+        let mut receives = Vec::with_capacity(n);
+        for (p, part) in parts.iter().enumerate() {
+            let (this, after) = rest.split_at_mut(part.len());
+            rest = after;
+            if p != rank {
+                receives.push((p, this));
+            }
+        }
+        m.exchange(m.others().map(|p| (p, &*reduced)), receives)?;
+        staging.write(0, bytes, slice)?;
+    }
+    Ok(())
+}
+
+/// Along a binomial tree whose root is the root.
+pub(super) fn broadcast(m: &mut Member, bytes: &Tensor, root: usize) -> Result<()> {
+    let n = m.size();
+    let rank = (m.rank() + n - root) % n;
+    let of_group = |rank: usize| (rank + root) % n;
+    // A rank has its bytes from the one without its lowest bit, and gives them to those with one lower bit set.
+    let lowest = if rank == 0 { n.next_power_of_two() } else { 1 << rank.trailing_zeros() };
+    let mut staging = Staging::new(SLICE.min(bytes.numel()), bytes.device())?;
+    for slice in slices(bytes.numel(), SLICE) {
+        match rank {
+            0 => staging.read(0, bytes, slice.clone())?,
+            _ => m.exchange([], [(of_group(rank - lowest), &mut staging.bytes()[..slice.len()])])?,
+        }
+        let host = &staging.bytes()[..slice.len()];
+        let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
+        m.exchange(bits.map(|bit| rank + bit).filter(|&to| to < n).map(|to| (of_group(to), host)), [])?;
+        if rank != 0 {
+            staging.write(0, bytes, slice)?;
+        }
+    }
+    Ok(())
+}
+
+/// `own` of every rank to `to`, in the order of the ranks.
+pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()> {
+    let (rank, n, bytes) = (m.rank(), m.size(), own.numel());
+    let most = slice_of_parts(n);
+    let room = most.min(bytes).next_multiple_of(ALIGN);
+    let mut staging = Staging::new(room * n, own.device())?;
+    for slice in slices(bytes, most) {
+        staging.read(rank * room, own, slice.clone())?;
+        let mut sent: &[u8] = &[];
+        let mut receives = Vec::with_capacity(n);
+        for (p, part) in staging.bytes().chunks_mut(room).enumerate() {
+            match p == rank {
+                true => sent = &part[..slice.len()],
+                false => receives.push((p, &mut part[..slice.len()])),
+            }
+        }
+        m.exchange(m.others().map(|p| (p, sent)), receives)?;
+        for p in 0..n {
+            staging.write(p * room, to, p * bytes + slice.start..p * bytes + slice.end)?;
+        }
+    }
+    Ok(())
+}
+
+/// To `to` this rank's part of what becomes of all ranks' `from`, in the order of the ranks.
+pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
+    let (rank, n, bytes) = (m.rank(), m.size(), to.numel());
+    let most = slice_of_parts(n);
+    let room = most.min(bytes).next_multiple_of(ALIGN);
+    let mut staging = Staging::new(room * n, from.device())?;
+    let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
+    for slice in slices(bytes, most) {
+        for p in 0..n {
+            staging.read(p * room, from, p * bytes + slice.start..p * bytes + slice.end)?;
+        }
+        let host = staging.bytes();
+        let versions = &mut others.get()[..slice.len().next_multiple_of(ALIGN) * (n - 1)];
+        let sends = m.others().map(|p| (p, &host[p * room..][..slice.len()]));
+        m.exchange(sends, m.others().zip(rooms(versions, slice.len())))?;
+        let reduced = &mut reduced.get()[..slice.len()];
+        reduce_part(rank, &host[rank * room..][..slice.len()], versions, (dtype, op), reduced);
+        host[..slice.len()].copy_from_slice(reduced);
+        staging.write(0, to, slice)?;
+    }
+    Ok(())
+}
+
+/// Part p of `from` to rank p; from there to part p of `to`.
+pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<()> {
+    let (rank, n) = (m.rank(), m.size());
+    let bytes = from.numel() / n;
+    let most = slice_of_parts(n);
+    let room = most.min(bytes).next_multiple_of(ALIGN);
+    let (mut out, mut into) = (Staging::new(room * n, from.device())?, Staging::new(room * n, to.device())?);
+    for slice in slices(bytes, most) {
+        let of = |p: usize| p * bytes + slice.start..p * bytes + slice.end;
+        for p in 0..n {
+            out.read(p * room, from, of(p))?;
+        }
+        let (out, received) = (out.bytes(), into.bytes());
+        received[rank * room..][..slice.len()].copy_from_slice(&out[rank * room..][..slice.len()]);
+        let receives = received.chunks_mut(room).map(|part| &mut part[..slice.len()]).enumerate();
+        let sends = m.others().map(|p| (p, &out[p * room..][..slice.len()]));
+        m.exchange(sends, receives.filter(|(p, _)| *p != rank))?;
+        for p in 0..n {
+            into.write(p * room, to, of(p))?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
+    let mut staging = Staging::new(SLICE.min(bytes.numel()), bytes.device())?;
+    slices(bytes.numel(), SLICE).try_for_each(|slice| {
+        staging.read(0, bytes, slice.clone())?;
+        m.exchange([(to, &staging.bytes()[..slice.len()])], [])
+    })
+}
+
+pub(super) fn recv(m: &mut Member, bytes: &Tensor, from: usize) -> Result<()> {
+    let mut staging = Staging::new(SLICE.min(bytes.numel()), bytes.device())?;
+    slices(bytes.numel(), SLICE).try_for_each(|slice| {
+        m.exchange([], [(from, &mut staging.bytes()[..slice.len()])])?;
+        staging.write(0, bytes, slice)
+    })
+}

@@ -1,0 +1,434 @@
+//! Groups of ranks and what they do together.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::collective::{self, Member};
+use super::engine::{Engine, Work};
+use super::reduce::ReduceOp;
+use super::threads::Threads;
+use super::transport::Transport;
+use crate::{Device, Error, Result, Shape, Stream, Tensor, with_stream};
+
+/// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Of a job under `mpirun` every process is a rank
+/// ([`Group::world`], feature `mpi`); in one process a thread for each device can be one ([`Group::threads`]).
+///
+/// ```
+/// use claystone::distributed::{Group, ReduceOp};
+/// use claystone::{Device, Tensor};
+/// let groups = Group::threads(&[Device::Cpu, Device::Cpu])?;
+/// std::thread::scope(|scope| {
+///     for group in groups {
+///         scope.spawn(move || -> claystone::Result<()> {
+///             let x = Tensor::full([2, 2], group.rank() as f32 + 1.0, group.device())?;
+///             group.all_reduce(&x, ReduceOp::Sum)?;
+///             assert_eq!(x.to_vec::<f32>()?, [3.0; 4]);
+///             Ok(())
+///         });
+///     }
+/// });
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// Tensors stay on their devices: what travels goes through memory of the host. Collectives run on a thread of the group's, in
+/// the order of the calls; each has a form that returns at once with [`Work`] to wait for. Until that is done nobody may write
+/// to its tensors. Reductions have the same bits on every rank, and in every run with as many ranks.
+///
+/// Where a rank fails, the others' calls fail with [`Error::Rank`], which names it. Calls that the ranks do not make alike are
+/// found by the sizes of what arrives, or after `CLAYSTONE_DISTRIBUTED_TIMEOUT` seconds (600); with
+/// `CLAYSTONE_DISTRIBUTED_DEBUG=1` every call is compared with the other ranks' first, and the error says who calls what.
+#[derive(Clone)]
+pub struct Group {
+    engine: Arc<Engine>,
+    member: Arc<Membership>,
+}
+
+/// Which ranks of the job a group has.
+pub(super) struct Membership {
+    /// This rank's number in the group.
+    pub rank: usize,
+    /// The group's ranks as those of the job.
+    pub ranks: Vec<usize>,
+    /// What tells the group's messages from others'.
+    pub context: u32,
+    device: Device,
+    /// What the collectives' copies run on, beside the work of others.
+    stream: Stream,
+    debug: bool,
+}
+
+impl Group {
+    /// A group of ranks in this process, one for each device: give each to a thread of its own.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] without devices, [`Error::NoDevice`].
+    pub fn threads(devices: &[Device]) -> Result<Vec<Group>> {
+        let op = "Group::threads";
+        if devices.is_empty() {
+            return Err(Error::invalid(op, "there are no devices: give one for each rank"));
+        }
+        let ends = Threads::new(devices.len(), timeout(op)?);
+        ends.into_iter()
+            .zip(devices)
+            .map(|(end, &device)| {
+                let other_end = end.clone();
+                let engine = Engine::start(op, move || Ok(end), move |why| other_end.clone().leave(why))?;
+                Group::of_job(engine, device)
+            })
+            .collect()
+    }
+
+    /// All ranks of the job, under `mpirun` or its kin; alone where there is none. The device of a rank is, of those that there
+    /// are (`CLAYSTONE_DEVICES`), the one of its number on its machine; the CPU where there are none.
+    ///
+    /// Hold on to one as long as the job runs: with the last group MPI ends, and does not begin again.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where MPI cannot be started, or has ended.
+    #[cfg(feature = "mpi")]
+    pub fn world() -> Result<Group> {
+        let op = "Group::world";
+        let engine = super::mpi::engine(op, timeout(op)?)?;
+        let local = super::mpi::local_rank().unwrap_or(engine.rank);
+        let devices: Vec<Device> = Device::all().into_iter().filter(|d| *d != Device::Cpu).collect();
+        let device = devices.get(local % devices.len().max(1)).copied().unwrap_or(Device::Cpu);
+        Group::of_job(engine, device)
+    }
+
+    fn of_job(engine: Arc<Engine>, device: Device) -> Result<Group> {
+        let (rank, ranks) = (engine.rank, (0..engine.size).collect());
+        let (stream, debug) = (Stream::new(device)?, is_on("CLAYSTONE_DISTRIBUTED_DEBUG"));
+        Ok(Group { engine, member: Arc::new(Membership { rank, ranks, context: 0, device, stream, debug }) })
+    }
+
+    /// This rank's number in the group, from 0.
+    pub fn rank(&self) -> usize {
+        self.member.rank
+    }
+
+    /// How many ranks there are.
+    pub fn size(&self) -> usize {
+        self.member.ranks.len()
+    }
+
+    /// The device of this rank.
+    pub fn device(&self) -> Device {
+        self.member.device
+    }
+
+    /// The groups of those ranks that give the same color, in the order of their keys, equal ones in that of their ranks
+    /// (MPI's `MPI_Comm_split`, PyTorch's `new_group`). None for a rank that gives no color. All ranks call it.
+    ///
+    /// # Errors
+    /// Those of collectives.
+    pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Group>> {
+        let member = Arc::clone(&self.member);
+        let job = move |transport: &mut dyn Transport| {
+            collective::split(&mut Member::new(transport, &member, "split"), color, key)
+        };
+        let Some((ranks, context)) = self.engine.submit("split", job).wait()? else { return Ok(None) };
+        let rank = ranks.iter().position(|&rank| rank == self.engine.rank).expect("this rank gave the color");
+        let Membership { device, debug, .. } = *self.member;
+        let member = Membership { rank, ranks, context, device, stream: Stream::new(device)?, debug };
+        Ok(Some(Group { engine: Arc::clone(&self.engine), member: Arc::new(member) }))
+    }
+
+    /// Returns when every rank has come.
+    ///
+    /// # Errors
+    /// Those of collectives.
+    pub fn barrier(&self) -> Result<()> {
+        let nothing = Tensor::zeros(1, Device::Cpu)?;
+        self.all_reduce_async(&nothing, ReduceOp::Sum)?.wait()
+    }
+
+    /// Every rank's tensor becomes the root's (PyTorch's `broadcast`). Any dtype and strides; one shape and dtype on all ranks.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a root that is no rank; [`Error::Rank`] where another rank does not do its part; those of
+    /// transfers.
+    pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<()> {
+        self.broadcast_async(tensor, root)?.wait()
+    }
+
+    /// [`broadcast`](Self::broadcast), to be waited for.
+    ///
+    /// # Errors
+    /// As there, of the arguments.
+    pub fn broadcast_async(&self, tensor: &Tensor, root: usize) -> Result<Work> {
+        self.check_rank("broadcast", root)?;
+        self.in_place("broadcast", tensor, &format!("root {root}"), move |m, bytes| {
+            collective::broadcast(m, bytes, root)
+        })
+    }
+
+    /// Every rank's tensor becomes the sum (or another [`ReduceOp`]) of all (PyTorch's `all_reduce`). Any dtype and strides; one
+    /// shape and dtype on all ranks.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for the mean of integers and the sum of bools; [`Error::Rank`] where another rank does not
+    /// do its part; those of transfers.
+    pub fn all_reduce(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<()> {
+        self.all_reduce_async(tensor, reduce)?.wait()
+    }
+
+    /// [`all_reduce`](Self::all_reduce), to be waited for.
+    ///
+    /// # Errors
+    /// As there, of the arguments.
+    pub fn all_reduce_async(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Work> {
+        let (op, dtype) = ("all_reduce", tensor.dtype());
+        reduce.check(op, dtype)?;
+        self.in_place(op, tensor, &format!("{reduce:?}"), move |m, bytes| {
+            collective::all_reduce(m, bytes, dtype, reduce)
+        })
+    }
+
+    /// The ranks' tensors one after another in a new first dimension (PyTorch's `all_gather`): `[size, ...]`.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] where another rank does not do its part; [`Error::OutOfMemory`]; those of transfers.
+    pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
+        self.all_gather_async(tensor)?.wait()
+    }
+
+    /// [`all_gather`](Self::all_gather), to be waited for.
+    ///
+    /// # Errors
+    /// As there, of the arguments.
+    pub fn all_gather_async(&self, tensor: &Tensor) -> Result<Work<Tensor>> {
+        let shape: Vec<usize> = [self.size()].iter().chain(tensor.shape().dims()).copied().collect();
+        self.to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
+    }
+
+    /// Of the sum (or another [`ReduceOp`]) of the ranks' tensors, whose first dimension is a multiple of the group's size, this
+    /// rank's part of that dimension (PyTorch's `reduce_scatter_tensor`).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the first dimension has no such parts; those of [`all_reduce`](Self::all_reduce).
+    pub fn reduce_scatter(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Tensor> {
+        self.reduce_scatter_async(tensor, reduce)?.wait()
+    }
+
+    /// [`reduce_scatter`](Self::reduce_scatter), to be waited for.
+    ///
+    /// # Errors
+    /// As there, of the arguments.
+    pub fn reduce_scatter_async(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Work<Tensor>> {
+        let (op, dtype) = ("reduce_scatter", tensor.dtype());
+        reduce.check(op, dtype)?;
+        let part = self.part(op, tensor)?;
+        let mut shape = tensor.shape().dims().to_vec();
+        shape[0] = part;
+        let f =
+            move |m: &mut Member, from: &Tensor, to: &Tensor| collective::reduce_scatter(m, from, to, dtype, reduce);
+        self.to_new(op, tensor, shape.into(), &format!("{reduce:?}"), f)
+    }
+
+    /// Part i of the first dimension goes to rank i; the parts that arrive, in the order of the ranks (PyTorch's
+    /// `all_to_all_single`).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the first dimension is no multiple of the group's size; [`Error::Rank`] where another rank does
+    /// not do its part; [`Error::OutOfMemory`]; those of transfers.
+    pub fn all_to_all(&self, tensor: &Tensor) -> Result<Tensor> {
+        self.all_to_all_async(tensor)?.wait()
+    }
+
+    /// [`all_to_all`](Self::all_to_all), to be waited for.
+    ///
+    /// # Errors
+    /// As there, of the arguments.
+    pub fn all_to_all_async(&self, tensor: &Tensor) -> Result<Work<Tensor>> {
+        self.part("all_to_all", tensor)?;
+        self.to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
+    }
+
+    /// Sends a tensor to another rank, which [receives](Self::recv) it into one of the same shape and dtype (PyTorch's `send`).
+    /// Two ranks that both send first may wait for each other: one receives first, or both call
+    /// [`all_to_all`](Self::all_to_all).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for this rank itself and what is no rank; [`Error::Rank`]; those of transfers.
+    pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
+        self.send_async(tensor, to)?.wait()
+    }
+
+    /// [`send`](Self::send), to be waited for.
+    ///
+    /// # Errors
+    /// As there, of the arguments.
+    pub fn send_async(&self, tensor: &Tensor, to: usize) -> Result<Work> {
+        self.check_other("send", to)?;
+        let source = tensor.detach().contiguous()?;
+        self.submit("send", None, &source, move |m, bytes| collective::send(m, bytes, to))
+    }
+
+    /// Receives what another rank [sends](Self::send).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn recv(&self, tensor: &Tensor, from: usize) -> Result<()> {
+        self.recv_async(tensor, from)?.wait()
+    }
+
+    /// [`recv`](Self::recv), to be waited for.
+    ///
+    /// # Errors
+    /// As there, of the arguments.
+    pub fn recv_async(&self, tensor: &Tensor, from: usize) -> Result<Work> {
+        self.check_other("recv", from)?;
+        self.in_place_unchecked("recv", None, tensor, move |m, bytes| collective::recv(m, bytes, from))
+    }
+
+    /// How many rows of the first dimension each rank has.
+    fn part(&self, op: &'static str, tensor: &Tensor) -> Result<usize> {
+        match tensor.shape().dims().first() {
+            Some(rows) if rows % self.size() == 0 => Ok(rows / self.size()),
+            _ => {
+                let reason =
+                    format!("the first dimension of shape {} has no {} equal parts", tensor.shape(), self.size());
+                Err(Error::invalid(op, reason + ": pad it to a multiple of the group's size"))
+            }
+        }
+    }
+
+    fn check_rank(&self, op: &'static str, rank: usize) -> Result<()> {
+        match rank < self.size() {
+            true => Ok(()),
+            false => Err(Error::invalid(op, format!("there is no rank {rank}: the group has {}", self.size()))),
+        }
+    }
+
+    fn check_other(&self, op: &'static str, rank: usize) -> Result<()> {
+        match rank == self.rank() {
+            true => Err(Error::invalid(op, format!("{rank} is this rank itself: use copy_"))),
+            false => self.check_rank(op, rank),
+        }
+    }
+
+    /// A collective that changes a tensor, described for the comparison with other ranks' calls.
+    fn in_place(
+        &self,
+        op: &'static str,
+        tensor: &Tensor,
+        detail: &str,
+        f: impl FnOnce(&mut Member, &Tensor) -> Result<()> + Send + 'static,
+    ) -> Result<Work> {
+        self.in_place_unchecked(op, Some(describe(op, tensor, detail)), tensor, f)
+    }
+
+    /// One whose strides leave gaps, or repeat elements, is changed through a copy.
+    fn in_place_unchecked(
+        &self,
+        op: &'static str,
+        call: Option<String>,
+        tensor: &Tensor,
+        f: impl FnOnce(&mut Member, &Tensor) -> Result<()> + Send + 'static,
+    ) -> Result<Work> {
+        if crate::is_grad_enabled() && tensor.requires_grad() {
+            let reason = "the tensor requires a gradient: detach() it, or call it in no_grad".into();
+            return Err(Error::Autograd { op, reason });
+        }
+        let target = tensor.detach();
+        let dense = target.contiguous()?;
+        let own = dense.shallow_clone();
+        self.submit(op, call, &dense, move |m, bytes| {
+            f(m, bytes)?;
+            if !target.shares_storage(&own) {
+                target.copy_(&own)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// A collective with a result of its own, on the tensor's device.
+    fn to_new(
+        &self,
+        op: &'static str,
+        tensor: &Tensor,
+        shape: Shape,
+        detail: &str,
+        f: impl FnOnce(&mut Member, &Tensor, &Tensor) -> Result<()> + Send + 'static,
+    ) -> Result<Work<Tensor>> {
+        let source = tensor.detach().contiguous()?;
+        let result = Tensor::empty(shape, (tensor.dtype(), tensor.device()))?;
+        self.submit(op, Some(describe(op, tensor, detail)), &source, move |m, bytes| {
+            f(m, bytes, &bytes_of(&result)?)?;
+            Ok(result)
+        })
+    }
+
+    /// Runs `f` on the group's thread with the bytes of a contiguous tensor, behind what this thread has submitted to its
+    /// device; all copies are done when it ends. Where it fails this rank leaves the job, for the others wait for it.
+    fn submit<R: Send + 'static>(
+        &self,
+        op: &'static str,
+        call: Option<String>,
+        tensor: &Tensor,
+        f: impl FnOnce(&mut Member, &Tensor) -> Result<R> + Send + 'static,
+    ) -> Result<Work<R>> {
+        let bytes = bytes_of(tensor)?;
+        let submitted = Stream::current(tensor.device())?.record_event()?;
+        let member = Arc::clone(&self.member);
+        let job = move |transport: &mut dyn Transport| {
+            let stream = match bytes.device() == member.device {
+                true => member.stream.clone(),
+                false => Stream::current(bytes.device())?,
+            };
+            let result = with_stream(&stream, || {
+                stream.wait_event(&submitted)?;
+                let mut m = Member::new(transport, &member, op);
+                if let Some(call) = call.filter(|_| member.debug) {
+                    m.compare(&call)?;
+                }
+                let result = f(&mut m, &bytes)?;
+                stream.synchronize()?;
+                Ok(result)
+            });
+            if let Err(e) = &result {
+                transport.leave(&format!("failed in {e}"));
+            }
+            result
+        };
+        Ok(self.engine.submit(op, job))
+    }
+}
+
+/// A handle that goes while its thread panics takes the rank out of the job: the others need not wait for it.
+impl Drop for Group {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            (self.engine.leave)("panicked");
+        }
+    }
+}
+
+impl std::fmt::Debug for Group {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "rank {} of {} on {}", self.rank(), self.size(), self.device())
+    }
+}
+
+/// The elements of a contiguous tensor as one dimension of bytes.
+fn bytes_of(tensor: &Tensor) -> Result<Tensor> {
+    tensor.detach().reshape(tensor.numel())?.view_dtype(crate::DType::U8)
+}
+
+fn describe(op: &str, tensor: &Tensor, detail: &str) -> String {
+    format!("{op} of {} {} {detail}", tensor.dtype(), tensor.shape()).trim_end().into()
+}
+
+fn is_on(key: &str) -> bool {
+    std::env::var(key).is_ok_and(|v| !matches!(&*v, "" | "0" | "off"))
+}
+
+/// How long a rank waits for the others.
+fn timeout(op: &'static str) -> Result<Duration> {
+    let key = "CLAYSTONE_DISTRIBUTED_TIMEOUT";
+    let Ok(text) = std::env::var(key) else { return Ok(Duration::from_secs(600)) };
+    match text.parse::<u32>() {
+        Ok(seconds @ 1..) => Ok(Duration::from_secs(seconds.into())),
+        _ => Err(Error::invalid(op, format!("{key} is {text:?}: it takes a number of seconds"))),
+    }
+}

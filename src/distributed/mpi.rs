@@ -1,0 +1,184 @@
+//! Ranks that are processes of a job under `mpirun`. MPI is used on one thread only, the rank's [`Engine`].
+
+use std::collections::HashMap;
+use std::process;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use ::mpi::Threading;
+use ::mpi::environment::Universe;
+use ::mpi::request::{LocalScope, Request, scope};
+use ::mpi::topology::SimpleCommunicator;
+use ::mpi::traits::{Communicator, Destination, Equivalence, Source};
+
+use super::engine::Engine;
+use super::threads::did_not_come;
+use super::transport::{Call, Fault, Transport};
+use crate::{Error, Result};
+
+/// The tag of the message that a rank leaves; groups' contexts come after it.
+const LEAVES: i32 = 0;
+
+/// How long a rank waits before it lets others have the processor, and looks for those that have left.
+const PATIENCE: Duration = Duration::from_micros(200);
+
+/// Set when the rank is to end, by itself or by `mpirun`.
+#[derive(Clone, Default)]
+struct Ends {
+    /// SIGTERM has come, with which `mpirun` ends the ranks of a job that one has died of.
+    terminated: Arc<AtomicBool>,
+    /// Why this rank gives up.
+    gives_up: Arc<Mutex<Option<String>>>,
+}
+
+impl Ends {
+    fn reason(&self) -> Option<String> {
+        self.gives_up.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The one engine of the process, as long as there is a group.
+static ENGINE: Mutex<Weak<Engine>> = Mutex::new(Weak::new());
+
+pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>> {
+    let mut engine = ENGINE.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(engine) = engine.upgrade() {
+        return Ok(engine);
+    }
+    let ends = Ends::default();
+    let of_transport = ends.clone();
+    let made = Engine::start(
+        op,
+        move || Mpi::start(op, of_transport, timeout),
+        move |why| {
+            ends.gives_up.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| why.into());
+        },
+    )?;
+    *engine = Arc::downgrade(&made);
+    Ok(made)
+}
+
+/// The number of this process among those of its machine, as launchers tell it.
+pub(super) fn local_rank() -> Option<usize> {
+    let keys = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID"];
+    keys.iter().find_map(|key| std::env::var(key).ok()?.parse().ok())
+}
+
+struct Mpi {
+    world: SimpleCommunicator,
+    rank: usize,
+    size: usize,
+    next_context: u32,
+    timeout: Duration,
+    ends: Ends,
+    /// Ranks that have left, and why.
+    left: HashMap<usize, String>,
+    /// Ends MPI when dropped, after the communicator.
+    _universe: Universe,
+}
+
+impl Mpi {
+    fn start(op: &'static str, ends: Ends, timeout: Duration) -> Result<Mpi> {
+        let started = ::mpi::initialize_with_threading(Threading::Funneled);
+        let Some((universe, _)) = started else {
+            return Err(Error::invalid(op, "MPI has been started in this process before: keep the first group"));
+        };
+        let idle = Arc::clone(&ends.terminated);
+        signal_hook::flag::register(signal_hook::consts::SIGTERM, idle)
+            .map_err(|e| Error::invalid(op, format!("SIGTERM cannot be watched: {e}")))?;
+        let world = universe.world();
+        let (rank, size) = (world.rank() as usize, world.size() as usize);
+        Ok(Mpi { rank, size, next_context: 1, timeout, ends, left: HashMap::new(), world, _universe: universe })
+    }
+
+    /// Why nothing comes of waiting for these ranks.
+    fn fault(&mut self, waiting_for: &[usize], since: Instant) -> Option<Fault> {
+        while let Some(message) = self.world.any_process().immediate_probe_with_tag(LEAVES) {
+            let mut text = vec![0u8; message.count(u8::equivalent_datatype()) as usize];
+            let from = message.source_rank();
+            self.world.process_at_rank(from).receive_into_with_tag(&mut text[..], LEAVES);
+            self.left.insert(from as usize, String::from_utf8_lossy(&text).into_owned());
+        }
+        if let Some((&rank, why)) = self.left.iter().find(|(rank, _)| waiting_for.contains(rank)) {
+            return Some(Fault { rank, reason: why.clone() });
+        }
+        let rank = waiting_for[0];
+        (since.elapsed() > self.timeout).then(|| Fault { rank, reason: did_not_come(self.timeout) })
+    }
+
+    /// Ends the job: buffers that others may still write to cannot be taken back.
+    fn end(&self, sentence: &str) -> ! {
+        eprintln!("claystone: rank {} of {}: {sentence}", self.rank, self.size);
+        match self.ends.terminated.load(Relaxed) {
+            true => process::exit(143),
+            false => self.world.abort(1),
+        }
+    }
+}
+
+impl Transport for Mpi {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn next_context(&self) -> u32 {
+        self.next_context
+    }
+
+    fn set_next_context(&mut self, context: u32) {
+        self.next_context = context;
+    }
+
+    fn exchange(
+        &mut self,
+        call: Call,
+        sends: &[(usize, &[u8])],
+        receives: &mut [(usize, &mut [u8])],
+    ) -> Result<(), Fault> {
+        let tag = call.context as i32 + 1;
+        let world = self.world.duplicate_handle();
+        scope(|scope| {
+            let mut pending: Vec<(usize, Request<[u8], &LocalScope>)> =
+                Vec::with_capacity(sends.len() + receives.len());
+            for (from, into) in receives.iter_mut() {
+                let from_rank = world.process_at_rank(*from as i32);
+                pending.push((*from, from_rank.immediate_receive_into_with_tag(scope, &mut **into, tag)));
+            }
+            for (to, bytes) in sends {
+                pending.push((*to, world.process_at_rank(*to as i32).immediate_send_with_tag(scope, *bytes, tag)));
+            }
+            let since = Instant::now();
+            let mut looked = since;
+            while !pending.is_empty() {
+                pending = pending.into_iter().filter_map(|(rank, r)| r.test().err().map(|r| (rank, r))).collect();
+                if pending.is_empty() || looked.elapsed() < PATIENCE {
+                    continue;
+                }
+                looked = Instant::now();
+                let ranks: Vec<usize> = pending.iter().map(|(rank, _)| *rank).collect();
+                if let Some(reason) = self.ends.reason() {
+                    self.end(&format!("{reason} while {} was under way", call.op));
+                }
+                if self.ends.terminated.load(Relaxed) {
+                    self.end(&format!("the job was ended while {} waited for rank {}", call.op, ranks[0]));
+                }
+                if let Some(Fault { rank, reason }) = self.fault(&ranks, since) {
+                    self.end(&format!("{}: rank {rank} {reason}", call.op));
+                }
+                std::thread::yield_now();
+            }
+        });
+        Ok(())
+    }
+
+    fn leave(&mut self, why: &str) {
+        for other in (0..self.size).filter(|&other| other != self.rank) {
+            self.world.process_at_rank(other as i32).send_with_tag(why.as_bytes(), LEAVES);
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! What carries bytes between the ranks of a job.
+
+use crate::{Error, Result};
+
+/// Bytes between ranks, all at once. Ranks are those of the whole job; `context` tells the groups apart that it is split into.
+pub(super) trait Transport {
+    fn rank(&self) -> usize;
+
+    fn size(&self) -> usize;
+
+    /// The least context that this rank has used in no group.
+    fn next_context(&self) -> u32;
+
+    fn set_next_context(&mut self, context: u32);
+
+    /// Sends and receives what is given, each with its rank, in whatever order it goes. What two ranks send each other in a
+    /// context is received in the order in which it was sent, in pieces of the sizes in which it was sent.
+    ///
+    /// # Errors
+    /// A [`Fault`] where a rank that it waits for has left the job, or does not come.
+    fn exchange(
+        &mut self,
+        call: Call,
+        sends: &[(usize, &[u8])],
+        receives: &mut [(usize, &mut [u8])],
+    ) -> Result<(), Fault>;
+
+    /// Tells the others that this rank sends nothing any more, and why.
+    fn leave(&mut self, why: &str);
+}
+
+/// Which collective asks.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "mpi"), allow(dead_code))] // `op` is for the sentence with which a process ends
+pub(super) struct Call {
+    pub op: &'static str,
+    pub context: u32,
+}
+
+/// A rank of the job did not do its part.
+#[derive(Debug)]
+pub(super) struct Fault {
+    pub rank: usize,
+    pub reason: String,
+}
+
+impl Fault {
+    pub(super) fn into_error(self, op: &'static str) -> Error {
+        Error::Rank { op, rank: self.rank, reason: self.reason }
+    }
+}
