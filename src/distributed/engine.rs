@@ -60,15 +60,20 @@ impl Engine {
     }
 }
 
-impl Drop for Engine {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            (self.leave)("panicked");
-        }
-        self.jobs.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+impl Engine {
+    /// Ends the thread once it has done what was submitted. Whatever is submitted later fails.
+    pub(super) fn end(&self) {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
             let _ = thread.join(); // its panic has been printed
         }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

@@ -81,10 +81,11 @@ impl Group {
     /// All ranks of the job, under `mpirun` or its kin; alone where there is none. The device of a rank is, of those that there
     /// are (`CLAYSTONE_DEVICES`), the one of its number on its machine; the CPU where there are none.
     ///
-    /// Hold on to one as long as the job runs: with the last group MPI ends, and does not begin again.
+    /// MPI ends when the process does. A rank that fails, or is killed, ends the job with one sentence on the standard error
+    /// stream, instead of the error that threads have: messages under way cannot be taken back.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where MPI cannot be started, or has ended.
+    /// [`Error::Invalid`] where MPI is used by another library, or has ended.
     #[cfg(feature = "mpi")]
     pub fn world() -> Result<Group> {
         let op = "Group::world";

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::process;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ::mpi::Threading;
@@ -15,12 +16,13 @@ use ::mpi::traits::{Communicator, Destination, Equivalence, Source};
 use super::engine::Engine;
 use super::threads::did_not_come;
 use super::transport::{Call, Fault, Transport};
+use crate::device::profiler::at_exit;
 use crate::{Error, Result};
 
 /// The tag of the message that a rank leaves; groups' contexts come after it.
 const LEAVES: i32 = 0;
 
-/// How long a rank waits before it lets others have the processor, and looks for those that have left.
+/// How long a rank waits before it looks for others that have left.
 const PATIENCE: Duration = Duration::from_micros(200);
 
 /// Set when the rank is to end, by itself or by `mpirun`.
@@ -38,13 +40,13 @@ impl Ends {
     }
 }
 
-/// The one engine of the process, as long as there is a group.
-static ENGINE: Mutex<Weak<Engine>> = Mutex::new(Weak::new());
+/// The one engine of the process, until its end: MPI ends with it, and does not begin again.
+static ENGINE: Mutex<Option<Arc<Engine>>> = Mutex::new(None);
 
 pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>> {
     let mut engine = ENGINE.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(engine) = engine.upgrade() {
-        return Ok(engine);
+    if let Some(engine) = &*engine {
+        return Ok(Arc::clone(engine));
     }
     let ends = Ends::default();
     let of_transport = ends.clone();
@@ -55,8 +57,15 @@ pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>>
             ends.gives_up.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| why.into());
         },
     )?;
-    *engine = Arc::downgrade(&made);
-    Ok(made)
+    at_exit(end);
+    Ok(Arc::clone(engine.insert(made)))
+}
+
+/// Groups that a thread still has, or a static, are of no use any more.
+extern "C" fn end() {
+    if let Some(engine) = ENGINE.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        engine.end();
+    }
 }
 
 /// The number of this process among those of its machine, as launchers tell it.
@@ -66,7 +75,7 @@ pub(super) fn local_rank() -> Option<usize> {
 }
 
 struct Mpi {
-    world: SimpleCommunicator,
+    world: Rc<SimpleCommunicator>,
     rank: usize,
     size: usize,
     next_context: u32,
@@ -82,12 +91,12 @@ impl Mpi {
     fn start(op: &'static str, ends: Ends, timeout: Duration) -> Result<Mpi> {
         let started = ::mpi::initialize_with_threading(Threading::Funneled);
         let Some((universe, _)) = started else {
-            return Err(Error::invalid(op, "MPI has been started in this process before: keep the first group"));
+            return Err(Error::invalid(op, "MPI has been started in this process by someone else, or has ended"));
         };
         let idle = Arc::clone(&ends.terminated);
         signal_hook::flag::register(signal_hook::consts::SIGTERM, idle)
             .map_err(|e| Error::invalid(op, format!("SIGTERM cannot be watched: {e}")))?;
-        let world = universe.world();
+        let world = Rc::new(universe.world());
         let (rank, size) = (world.rank() as usize, world.size() as usize);
         Ok(Mpi { rank, size, next_context: 1, timeout, ends, left: HashMap::new(), world, _universe: universe })
     }
@@ -98,7 +107,8 @@ impl Mpi {
             let mut text = vec![0u8; message.count(u8::equivalent_datatype()) as usize];
             let from = message.source_rank();
             self.world.process_at_rank(from).receive_into_with_tag(&mut text[..], LEAVES);
-            self.left.insert(from as usize, String::from_utf8_lossy(&text).into_owned());
+            let why = String::from_utf8_lossy(&text).into_owned();
+            self.left.entry(from as usize).or_insert(why); // the first says most
         }
         if let Some((&rank, why)) = self.left.iter().find(|(rank, _)| waiting_for.contains(rank)) {
             return Some(Fault { rank, reason: why.clone() });
@@ -141,7 +151,7 @@ impl Transport for Mpi {
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault> {
         let tag = call.context as i32 + 1;
-        let world = self.world.duplicate_handle();
+        let world = Rc::clone(&self.world);
         scope(|scope| {
             let mut pending: Vec<(usize, Request<[u8], &LocalScope>)> =
                 Vec::with_capacity(sends.len() + receives.len());
@@ -156,6 +166,7 @@ impl Transport for Mpi {
             let mut looked = since;
             while !pending.is_empty() {
                 pending = pending.into_iter().filter_map(|(rank, r)| r.test().err().map(|r| (rank, r))).collect();
+                std::thread::yield_now(); // ranks may share a core
                 if pending.is_empty() || looked.elapsed() < PATIENCE {
                     continue;
                 }
@@ -170,13 +181,13 @@ impl Transport for Mpi {
                 if let Some(Fault { rank, reason }) = self.fault(&ranks, since) {
                     self.end(&format!("{}: rank {rank} {reason}", call.op));
                 }
-                std::thread::yield_now();
             }
         });
         Ok(())
     }
 
     fn leave(&mut self, why: &str) {
+        let why = self.ends.reason().unwrap_or_else(|| why.into());
         for other in (0..self.size).filter(|&other| other != self.rank) {
             self.world.process_at_rank(other as i32).send_with_tag(why.as_bytes(), LEAVES);
         }

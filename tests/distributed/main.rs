@@ -5,3 +5,5 @@ mod common;
 
 mod collectives;
 mod faults;
+#[cfg(feature = "mpi")]
+mod mpi;
