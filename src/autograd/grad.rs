@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::backward::Engine;
 use super::context::Gradient;
 use super::node::Node;
+use crate::storage::Caller;
 use crate::{Error, Result, Tensor};
 
 /// The nodes whose gradients a backward pass returns.
@@ -92,6 +93,7 @@ pub struct GradOptions<'a> {
 ///
 /// # Errors
 /// As [`Tensor::backward`]; [`Error::Autograd`] for an input that requires no gradient or that no output depends on.
+#[track_caller]
 pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
     let gradients = grad_with_options(outputs, inputs, GradOptions::default())?;
     Ok(gradients.into_iter().flatten().collect())
@@ -113,7 +115,9 @@ pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
 /// # Errors
 /// As [`grad`]; where `grad_outputs` do not match `outputs`; with `create_graph` where the backward of an operation on
 /// the way is not made of differentiable operations.
+#[track_caller]
 pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradOptions) -> Result<Vec<Option<Tensor>>> {
+    let _caller = Caller::enter();
     let op = "grad";
     let GradOptions { grad_outputs, retain_graph, create_graph, allow_unused } = options;
     if !grad_outputs.is_empty() && grad_outputs.len() != outputs.len() {
@@ -186,6 +190,7 @@ impl Tensor {
     /// [`Error::Autograd`] where nothing requires a gradient, the graph was already consumed, or a saved tensor was
     /// changed in place; [`Error::Invalid`] for more than one element (see [`Tensor::backward_with`]); [`Error::Partial`]
     /// where the device fails after some leaves have collected their gradients: call `zero_grad` before another try.
+    #[track_caller]
     pub fn backward(&self) -> Result<()> {
         self.run_backward("backward", BackwardOptions::default())
     }
@@ -195,6 +200,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::backward`], and where `gradient` does not match.
+    #[track_caller]
     pub fn backward_with(&self, gradient: &Tensor) -> Result<()> {
         self.run_backward("backward_with", BackwardOptions { gradient: Some(gradient), ..Default::default() })
     }
@@ -214,11 +220,14 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::backward_with`]; with `create_graph` where the backward of an operation on the way is not made of
     /// differentiable operations.
+    #[track_caller]
     pub fn backward_with_options(&self, options: BackwardOptions) -> Result<()> {
         self.run_backward("backward_with_options", options)
     }
 
+    #[track_caller]
     fn run_backward(&self, op: &'static str, options: BackwardOptions) -> Result<()> {
+        let _caller = Caller::enter();
         let BackwardOptions { gradient, retain_graph, create_graph } = options;
         let gradient = seed(op, self, gradient, create_graph)?;
         let Some(root) = self.node() else { return Err(untracked(op)) };

@@ -62,6 +62,7 @@ pub fn save(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
 ///
 /// # Errors
 /// As [`save`]; a dtype that claystone does not have; an archive that is far larger unpacked ([`read_npz`]).
+#[track_caller]
 pub fn load(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     let path = path.as_ref();
     match extension(path) {

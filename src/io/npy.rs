@@ -4,6 +4,7 @@ use std::io::{BufReader, Read, Write};
 use std::path::Path;
 
 use super::{create, finish, located, open, read_elements, shape_of, unread, wrong};
+use crate::storage::Caller;
 use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
 
 /// The tensor in an npy file, on `device` (NumPy's `load`). Big-endian files too; one in Fortran's order gives a tensor with
@@ -23,7 +24,9 @@ use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
 /// # Errors
 /// [`crate::Error::Invalid`] with the file's name: one that is not there, or no npy, or of a dtype that claystone does not
 /// have; [`crate::Error::OutOfMemory`].
+#[track_caller]
 pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
+    let _caller = Caller::enter();
     let (op, path) = ("read_npy", path.as_ref());
     let (file, available) = open(op, path)?;
     from_reader(BufReader::new(file), available, device).map_err(|e| located(e, op, path, None))

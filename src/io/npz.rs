@@ -10,6 +10,7 @@ use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use super::npy::{from_reader, to_writer};
 use super::{StateDict, create, fail, fail_in, finish, located, open};
+use crate::storage::Caller;
 use crate::{Device, Result};
 
 /// The tensors of an npz file, on `device`, in the archive's order (NumPy's `load`); compressed ones too. Archives that
@@ -18,6 +19,7 @@ use crate::{Device, Result};
 ///
 /// # Errors
 /// As [`read_npy`](super::read_npy), with the tensor's name.
+#[track_caller]
 pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     read("read_npz", path.as_ref(), device, None)
 }
@@ -37,7 +39,9 @@ pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
 ///
 /// # Errors
 /// As [`read_npz`].
+#[track_caller]
 pub fn read_npz_limited(path: impl AsRef<Path>, device: Device, max_bytes: u64) -> Result<StateDict> {
+    let _caller = Caller::enter();
     read("read_npz_limited", path.as_ref(), device, Some(max_bytes))
 }
 

@@ -11,7 +11,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
 use super::{StateDict, create, fail, fail_in, finish, located, open, read_elements, shape_of, wrong};
-use crate::storage::MappedFile;
+use crate::storage::{Caller, MappedFile};
 use crate::{DType, Device, Excerpt, Result, Shape, Tensor};
 
 /// Headers larger than this are refused, as by the format's own library.
@@ -22,7 +22,9 @@ const HEADER: u64 = 100_000_000;
 /// # Errors
 /// [`crate::Error::Invalid`] with the file's name, and the tensor's where it is one: a file that is not there, or damaged, or
 /// has a dtype that claystone does not have; [`crate::Error::OutOfMemory`].
+#[track_caller]
 pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
+    let _caller = Caller::enter();
     let (op, path) = ("read_safetensors", path.as_ref());
     let (file, size) = open(op, path)?;
     let size = size.ok_or_else(|| fail(op, path, "it is no regular file"))?;
@@ -195,7 +197,9 @@ impl<'a> SafeTensors<'a> {
     /// # Errors
     /// [`crate::Error::Invalid`] with the file's name and the tensor's: there is none, or its dtype is not claystone's;
     /// [`crate::Error::OutOfMemory`].
+    #[track_caller]
     pub fn get(&self, name: &str, device: Device) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let (op, path) = ("SafeTensors::get", self.file.path());
         let info = self.header.info(name).ok_or_else(|| fail_in(op, path, name, "there is none of this name"))?;
         let (from, to) = info.data_offsets;

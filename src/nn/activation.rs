@@ -1,6 +1,7 @@
 //! Activations: by a formula, which other layers apply in their own launch, and those with parameters or along a dim.
 
 use super::Module;
+use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor, ops::Expr};
 
@@ -73,7 +74,9 @@ impl Activation {
 impl Module for Activation {
     crate::parts!();
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         Tensor::map(&[x], |e| self.expr(&e[0]))
     }
 }
@@ -95,7 +98,9 @@ impl PRelu {
     ///
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    #[track_caller]
     pub fn new(num_parameters: usize, init: f64, options: impl Into<TensorOptions>) -> Result<PRelu> {
+        let _caller = Caller::enter();
         Ok(PRelu { weight: Tensor::full(&[num_parameters], init, options)?.requires_grad_(true)? })
     }
 }
@@ -103,7 +108,9 @@ impl PRelu {
 impl Module for PRelu {
     crate::parts!(weight);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         x.prelu(&self.weight)
     }
 }
@@ -115,7 +122,9 @@ pub struct Identity;
 impl Module for Identity {
     crate::parts!();
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         Ok(x.shallow_clone())
     }
 }
@@ -132,7 +141,9 @@ macro_rules! along_a_dim {
         impl Module for $name {
             crate::parts!();
 
+            #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                let _caller = Caller::enter();
                 x.$method(self.0)
             }
         }

@@ -2,6 +2,7 @@
 
 use super::{Linear, Mode, Module};
 use crate::ops::Attention;
+use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{DType, Error, Result, Tensor};
 
@@ -44,7 +45,9 @@ impl MultiheadAttention {
     /// # Errors
     /// [`Error::Invalid`] where `embed_dim` is no multiple of `num_heads`; [`Error::UnsupportedDType`] for dtypes that are
     /// no floats; [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn new(embed_dim: usize, num_heads: usize, options: impl Into<TensorOptions>) -> Result<MultiheadAttention> {
+        let _caller = Caller::enter();
         let options = options.into();
         if num_heads == 0 || !embed_dim.is_multiple_of(num_heads) {
             let reason = format!("{embed_dim} features are not a multiple of {num_heads} heads");
@@ -103,6 +106,7 @@ impl MultiheadAttention {
     ///
     /// # Errors
     /// As [`Tensor::scaled_dot_product_attention`].
+    #[track_caller]
     pub fn attend(
         &self,
         query: &Tensor,
@@ -110,6 +114,7 @@ impl MultiheadAttention {
         value: &Tensor,
         masks: AttentionMasks<'_>,
     ) -> Result<(Tensor, Option<Tensor>)> {
+        let _caller = Caller::enter();
         let (q, k, v) = (self.projected(0, query)?, self.projected(1, key)?, self.projected(2, value)?);
         let mask = self.mask(&q, masks)?;
         let (heads, weights) = match masks.need_weights {
@@ -172,7 +177,9 @@ impl MultiheadAttention {
 impl Module for MultiheadAttention {
     crate::parts!(in_proj_weight, in_proj_bias, out_proj, mode);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let options = Attention { dropout_p: self.dropout_p(), is_causal: self.causal, ..Attention::default() };
         let projected = x.linear(&self.in_proj_weight, self.in_proj_bias.as_ref())?;
         self.out_proj.forward(&projected.packed_attention(self.heads, options)?)

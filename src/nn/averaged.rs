@@ -1,6 +1,7 @@
 //! A module whose weights are averages of another's.
 
 use super::{Buffer, Module, Role};
+use crate::storage::Caller;
 use crate::{DType, Device, Error, Result, Scalar, Tensor, for_each_part, no_grad};
 
 /// A module whose parameters are averages of those that another has had (PyTorch's `torch.optim.swa_utils.AveragedModel`): call
@@ -35,6 +36,7 @@ impl<M: Module> AveragedModel<M> {
     ///
     /// # Errors
     /// [`Error::Invalid`] for a decay that is not in `0.0..=1.0`; [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn ema(module: M, decay: f64) -> Result<AveragedModel<M>> {
         if !(0.0..=1.0).contains(&decay) {
             return Err(Error::invalid("AveragedModel::ema", format!("the decay {decay} is not in 0.0..=1.0")));
@@ -47,11 +49,14 @@ impl<M: Module> AveragedModel<M> {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn swa(module: M) -> Result<AveragedModel<M>> {
         AveragedModel::new(module, None)
     }
 
+    #[track_caller]
     fn new(module: M, decay: Option<f64>) -> Result<AveragedModel<M>> {
+        let _caller = Caller::enter();
         let device = module.parameters().first().map_or_else(Device::default, |p| p.device());
         Ok(AveragedModel { n_averaged: Buffer(Tensor::zeros((), (DType::I64, device))?), module, decay })
     }
@@ -115,6 +120,7 @@ fn tensors<M: Module>(module: &M) -> Vec<Named<'_>> {
 impl<M: Module> Module for AveragedModel<M> {
     crate::parts!(n_averaged, module);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.module.forward(x)
     }

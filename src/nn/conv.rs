@@ -1,6 +1,7 @@
 //! Convolutional layers.
 
 use super::{Module, init};
+use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{ConvOptions, ConvTransposeOptions, Result, Tensor};
 
@@ -20,6 +21,7 @@ macro_rules! layers {
             /// # Errors
             /// [`crate::Error::Invalid`] where the groups do not divide both; [`crate::Error::UnsupportedDType`] for dtypes that
             /// are no floats; [`crate::Error::OutOfMemory`].
+            #[track_caller]
             pub fn new(
                 inputs: usize,
                 outputs: usize,
@@ -27,6 +29,7 @@ macro_rules! layers {
                 options: $options<$dims>,
                 tensors: impl Into<TensorOptions>,
             ) -> Result<$name> {
+                let _caller = Caller::enter();
                 let (groups, tensors) = (options.groups, tensors.into());
                 if groups == 0 || inputs % groups != 0 || outputs % groups != 0 {
                     let reason = format!("{groups} groups do not divide {inputs} and {outputs} channels evenly");
@@ -58,7 +61,9 @@ macro_rules! layers {
         impl Module for $name {
             crate::parts!(weight, bias);
 
+            #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                let _caller = Caller::enter();
                 x.$method(&self.weight, self.bias.as_ref(), self.options)
             }
         }

@@ -1,6 +1,7 @@
 //! The table of vectors.
 
 use super::{Module, init};
+use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 
@@ -23,7 +24,9 @@ impl Embedding {
     ///
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    #[track_caller]
     pub fn new(count: usize, dim: usize, options: impl Into<TensorOptions>) -> Result<Embedding> {
+        let _caller = Caller::enter();
         let weight = Tensor::zeros(&[count, dim], options)?;
         init::normal_(&weight, 0.0, 1.0)?;
         Ok(Embedding { weight: weight.requires_grad_(true)?, padding_idx: None })
@@ -47,7 +50,9 @@ impl Embedding {
 impl Module for Embedding {
     crate::parts!(weight);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         self.weight.embedding_with(x, self.padding_idx.map(|i| i as isize))
     }
 }

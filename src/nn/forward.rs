@@ -51,6 +51,7 @@ pub trait Forward<Inputs>: Module {
 impl Forward<(&Tensor, &Tensor, &Tensor)> for MultiheadAttention {
     type Output = Tensor;
 
+    #[track_caller]
     fn call(&self, (query, key, value): (&Tensor, &Tensor, &Tensor)) -> Result<Tensor> {
         Ok(self.attend(query, key, value, Default::default())?.0)
     }
@@ -59,6 +60,7 @@ impl Forward<(&Tensor, &Tensor, &Tensor)> for MultiheadAttention {
 impl<Inputs, M: Forward<Inputs>> Forward<Inputs> for AveragedModel<M> {
     type Output = M::Output;
 
+    #[track_caller]
     fn call(&self, inputs: Inputs) -> Result<M::Output> {
         self.module().call(inputs)
     }
@@ -70,6 +72,7 @@ macro_rules! recurrent {
         impl Forward<(&Tensor, Option<&$state>)> for $name {
             type Output = $output;
 
+            #[track_caller]
             fn call(&self, (x, state): (&Tensor, Option<&$state>)) -> Result<$output> {
                 self.run(x, state)
             }

@@ -1,6 +1,7 @@
 //! The fully connected layer.
 
 use super::{Activation, Module, init};
+use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 
@@ -24,7 +25,9 @@ impl Linear {
     ///
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    #[track_caller]
     pub fn new(inputs: usize, outputs: usize, options: impl Into<TensorOptions>) -> Result<Linear> {
+        let _caller = Caller::enter();
         let options = options.into();
         let uniform = |shape: &[usize]| init::default_parameter(shape, inputs, options);
         Ok(Linear { weight: uniform(&[outputs, inputs])?, bias: Some(uniform(&[outputs])?), activation: None })
@@ -54,7 +57,9 @@ impl Linear {
 impl Module for Linear {
     crate::parts!(weight, bias);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         match self.activation {
             None => x.linear(&self.weight, self.bias.as_ref()),
             Some(activation) => x.linear_map(&self.weight, self.bias.as_ref(), |z| activation.expr(z)),

@@ -58,6 +58,7 @@ pub use upsample::{PixelShuffle, PixelUnshuffle, Upsample};
 
 use std::collections::HashSet;
 
+use crate::storage::Caller;
 use crate::{DType, Device, Error, Result, Tensor, for_each_part, no_grad};
 
 /// A layer or a network: a function of one tensor with parameters. [`Forward`] is for other inputs.
@@ -229,7 +230,9 @@ pub trait Module: Send + Sync {
     /// # Errors
     /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`]: tensors that were moved before that stay there, and
     /// another call moves the rest.
+    #[track_caller]
     fn to_device(&mut self, device: Device) -> Result<()> {
+        let _caller = Caller::enter();
         replace(self, |t| t.to_device(device))
     }
 
@@ -239,7 +242,9 @@ pub trait Module: Send + Sync {
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for a dtype of integers; [`crate::Error::OutOfMemory`], as for
     /// [`Module::to_device`].
+    #[track_caller]
     fn to_dtype(&mut self, dtype: DType) -> Result<()> {
+        let _caller = Caller::enter();
         dtype.check_float("to_dtype")?;
         replace(self, |t| if t.dtype().is_float() { t.to_dtype(dtype) } else { Ok(t.detach()) })
     }

@@ -1,6 +1,7 @@
 //! Normalising layers.
 
 use super::{Buffer, Mode, Module};
+use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{BatchNormOptions, DType, Result, Tensor, in_steps, no_grad};
 
@@ -47,7 +48,9 @@ impl BatchNorm {
     ///
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    #[track_caller]
     pub fn new(channels: usize, options: impl Into<TensorOptions>) -> Result<BatchNorm> {
+        let _caller = Caller::enter();
         let options = options.into();
         Ok(BatchNorm {
             weight: ones(&[channels], options)?,
@@ -75,7 +78,9 @@ impl BatchNorm {
 impl Module for BatchNorm {
     crate::parts!(weight, bias, running_mean, running_var, num_batches_tracked, mode);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let training = self.mode.is_training();
         let (mean, var) = (&self.running_mean.0, &self.running_var.0);
         let version = || mean.storage().version() + var.storage().version();
@@ -150,7 +155,9 @@ impl InstanceNorm {
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
+    #[track_caller]
     pub fn with_affine(self) -> Result<InstanceNorm> {
+        let _caller = Caller::enter();
         let (weight, bias) = (ones(&[self.channels], self.options)?, zeros(&[self.channels], self.options)?);
         Ok(InstanceNorm { weight: Some(weight), bias: Some(bias), ..self })
     }
@@ -160,7 +167,9 @@ impl InstanceNorm {
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
+    #[track_caller]
     pub fn with_running_stats(self) -> Result<InstanceNorm> {
+        let _caller = Caller::enter();
         Ok(InstanceNorm {
             running_mean: Some(Buffer(Tensor::zeros(self.channels, self.options)?)),
             running_var: Some(Buffer(Tensor::ones(self.channels, self.options)?)),
@@ -183,7 +192,9 @@ impl InstanceNorm {
 impl Module for InstanceNorm {
     crate::parts!(weight, bias, running_mean, running_var, num_batches_tracked, mode);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let (weight, bias) = (self.weight.as_ref(), self.bias.as_ref());
         let (Some(Buffer(mean)), Some(Buffer(var))) = (&self.running_mean, &self.running_var) else {
             return x.instance_norm(weight, bias, self.eps);
@@ -226,7 +237,9 @@ impl LayerNorm {
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
+    #[track_caller]
     pub fn new(shape: &[usize], options: impl Into<TensorOptions>) -> Result<LayerNorm> {
+        let _caller = Caller::enter();
         let options = options.into();
         let (weight, bias) = (ones(shape, options)?, Some(zeros(shape, options)?));
         Ok(LayerNorm { weight, bias, shape: shape.to_vec(), eps: 1e-5 })
@@ -246,7 +259,9 @@ impl LayerNorm {
 impl Module for LayerNorm {
     crate::parts!(weight, bias);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         x.layer_norm(&self.shape, Some(&self.weight), self.bias.as_ref(), self.eps)
     }
 }
@@ -264,7 +279,9 @@ impl GroupNorm {
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
+    #[track_caller]
     pub fn new(groups: usize, channels: usize, options: impl Into<TensorOptions>) -> Result<GroupNorm> {
+        let _caller = Caller::enter();
         let options = options.into();
         Ok(GroupNorm { weight: ones(&[channels], options)?, bias: zeros(&[channels], options)?, groups, eps: 1e-5 })
     }
@@ -278,7 +295,9 @@ impl GroupNorm {
 impl Module for GroupNorm {
     crate::parts!(weight, bias);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         x.group_norm(self.groups, Some(&self.weight), Some(&self.bias), self.eps)
     }
 }
@@ -295,7 +314,9 @@ impl RmsNorm {
     ///
     /// # Errors
     /// As [`BatchNorm::new`].
+    #[track_caller]
     pub fn new(shape: &[usize], options: impl Into<TensorOptions>) -> Result<RmsNorm> {
+        let _caller = Caller::enter();
         Ok(RmsNorm { weight: ones(shape, options.into())?, shape: shape.to_vec(), eps: None })
     }
 
@@ -308,7 +329,9 @@ impl RmsNorm {
 impl Module for RmsNorm {
     crate::parts!(weight);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         x.rms_norm(&self.shape, Some(&self.weight), self.eps)
     }
 }

@@ -1,6 +1,7 @@
 //! Layers without parameters that change shapes.
 
 use super::Module;
+use crate::storage::Caller;
 use crate::{AvgPoolOptions, MaxPoolOptions, Result, Tensor};
 
 macro_rules! pools {
@@ -24,7 +25,9 @@ macro_rules! pools {
         impl Module for $name {
             crate::parts!();
 
+            #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                let _caller = Caller::enter();
                 x.$method(self.kernel, self.options)
             }
         }
@@ -58,7 +61,9 @@ macro_rules! adaptive_pools {
         impl Module for $name {
             crate::parts!();
 
+            #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                let _caller = Caller::enter();
                 x.$method(self.0)
             }
         }
@@ -99,7 +104,9 @@ impl Default for Flatten {
 impl Module for Flatten {
     crate::parts!();
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         x.flatten(self.0, self.1)
     }
 }

@@ -1,6 +1,7 @@
 //! Layers in a row, functions as layers, and those that behave differently in training.
 
 use super::{Mode, Module, Part, Role};
+use crate::storage::Caller;
 use crate::{Error, Result, Tensor};
 
 /// Layers applied one after another (PyTorch's `nn.Sequential`).
@@ -33,7 +34,9 @@ impl Sequential {
 }
 
 impl Module for Sequential {
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         self.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.forward(&x))
     }
 
@@ -72,7 +75,9 @@ pub fn func<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync>(f: F) -> Func<F> {
 impl<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync> Module for Func<F> {
     crate::parts!();
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         (self.0)(x)
     }
 }
@@ -102,7 +107,9 @@ macro_rules! dropouts {
         impl Module for $name {
             crate::parts!(mode);
 
+            #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                let _caller = Caller::enter();
                 if self.mode.is_training() { x.$method(self.p) } else { Ok(x.shallow_clone()) }
             }
         }

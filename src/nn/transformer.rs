@@ -1,6 +1,7 @@
 //! Transformers (Vaswani et al., 2017): layers of attention and two products, an encoder and a decoder of them.
 
 use super::{Activation, AttentionMasks, Dropout, Forward, LayerNorm, Linear, Module, MultiheadAttention, init};
+use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 
@@ -95,12 +96,14 @@ impl TransformerEncoderLayer {
     ///
     /// # Errors
     /// As [`MultiheadAttention::new`]; [`Error::Invalid`](crate::Error::Invalid) for a dropout outside `0.0..=1.0`.
+    #[track_caller]
     pub fn new(
         d_model: usize,
         nhead: usize,
         options: TransformerOptions,
         tensors: impl Into<TensorOptions>,
     ) -> Result<TransformerEncoderLayer> {
+        let _caller = Caller::enter();
         let tensors = tensors.into();
         let [linear1, linear2] = options.products(d_model, tensors)?;
         Ok(TransformerEncoderLayer {
@@ -118,7 +121,9 @@ impl TransformerEncoderLayer {
     ///
     /// # Errors
     /// As [`MultiheadAttention::attend`].
+    #[track_caller]
     pub fn encode(&self, x: &Tensor, masks: AttentionMasks<'_>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let dropped = |t: Tensor| self.dropout.forward(&t);
         let x = residual(x, &self.norm1, self.norm_first, |x| dropped(self.self_attn.attend(x, x, x, masks)?.0))?;
         residual(&x, &self.norm2, self.norm_first, |x| feed_forward(x, [&self.linear1, &self.linear2], &self.dropout))
@@ -128,7 +133,9 @@ impl TransformerEncoderLayer {
 impl Module for TransformerEncoderLayer {
     crate::parts!(self_attn, linear1, linear2, norm1, norm2, dropout);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         self.encode(x, AttentionMasks::default())
     }
 }
@@ -155,12 +162,14 @@ impl TransformerDecoderLayer {
     ///
     /// # Errors
     /// As [`TransformerEncoderLayer::new`].
+    #[track_caller]
     pub fn new(
         d_model: usize,
         nhead: usize,
         options: TransformerOptions,
         tensors: impl Into<TensorOptions>,
     ) -> Result<TransformerDecoderLayer> {
+        let _caller = Caller::enter();
         let tensors = tensors.into();
         let [linear1, linear2] = options.products(d_model, tensors)?;
         Ok(TransformerDecoderLayer {
@@ -236,7 +245,9 @@ impl TransformerEncoder {
     ///
     /// # Errors
     /// As [`MultiheadAttention::attend`].
+    #[track_caller]
     pub fn encode(&self, x: &Tensor, masks: AttentionMasks<'_>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let x = self.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.encode(&x, masks))?;
         self.norm.as_ref().map_or(Ok(x.shallow_clone()), |norm| norm.forward(&x))
     }
@@ -245,7 +256,9 @@ impl TransformerEncoder {
 impl Module for TransformerEncoder {
     crate::parts!(layers, norm);
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         self.encode(x, AttentionMasks::default())
     }
 }
@@ -318,6 +331,7 @@ impl Transformer {
     ///
     /// # Errors
     /// As [`TransformerEncoderLayer::new`].
+    #[track_caller]
     pub fn new(
         d_model: usize,
         nhead: usize,
@@ -325,6 +339,7 @@ impl Transformer {
         options: TransformerOptions,
         tensors: impl Into<TensorOptions>,
     ) -> Result<Transformer> {
+        let _caller = Caller::enter();
         let tensors = tensors.into();
         let encoder = (0..encoder_layers).map(|_| TransformerEncoderLayer::new(d_model, nhead, options, tensors));
         let decoder = (0..decoder_layers).map(|_| TransformerDecoderLayer::new(d_model, nhead, options, tensors));
@@ -347,7 +362,9 @@ impl Module for Transformer {
 impl Forward<(&Tensor, &Tensor)> for TransformerDecoderLayer {
     type Output = Tensor;
 
+    #[track_caller]
     fn call(&self, (target, memory): (&Tensor, &Tensor)) -> Result<Tensor> {
+        let _caller = Caller::enter();
         self.decode(target, memory, AttentionMasks::default(), AttentionMasks::default())
     }
 }
@@ -356,7 +373,9 @@ impl Forward<(&Tensor, &Tensor)> for TransformerDecoderLayer {
 impl Forward<(&Tensor, &Tensor)> for TransformerDecoder {
     type Output = Tensor;
 
+    #[track_caller]
     fn call(&self, (target, memory): (&Tensor, &Tensor)) -> Result<Tensor> {
+        let _caller = Caller::enter();
         self.decode(target, memory, AttentionMasks::default(), AttentionMasks::default())
     }
 }
@@ -365,7 +384,9 @@ impl Forward<(&Tensor, &Tensor)> for TransformerDecoder {
 impl Forward<(&Tensor, &Tensor)> for Transformer {
     type Output = Tensor;
 
+    #[track_caller]
     fn call(&self, (source, target): (&Tensor, &Tensor)) -> Result<Tensor> {
+        let _caller = Caller::enter();
         self.decoder.call((target, &self.encoder.forward(source)?))
     }
 }

@@ -1,6 +1,7 @@
 //! Layers without parameters that make images larger or smaller.
 
 use super::Module;
+use crate::storage::Caller;
 use crate::{Interpolation, Result, Tensor};
 
 /// [`Tensor::pixel_shuffle`] by this factor: r² channels become r by r pixels (PyTorch's `nn.PixelShuffle`).
@@ -20,7 +21,9 @@ pub struct PixelShuffle(
 impl Module for PixelShuffle {
     crate::parts!();
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         x.pixel_shuffle(self.0)
     }
 }
@@ -35,7 +38,9 @@ pub struct PixelUnshuffle(
 impl Module for PixelUnshuffle {
     crate::parts!();
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         x.pixel_unshuffle(self.0)
     }
 }
@@ -61,7 +66,9 @@ pub struct Upsample {
 impl Module for Upsample {
     crate::parts!();
 
+    #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let scaled = |&n: &usize| (n as f64 * self.scale_factor) as usize;
         let sizes: Vec<usize> = x.shape().dims().iter().skip(2).map(scaled).collect();
         x.interpolate(&sizes, self.mode)

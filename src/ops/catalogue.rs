@@ -16,6 +16,7 @@ use crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::parameters::{Parameter, Signature, Slots, Value};
 use crate::ops::dispatch::registry::{self, Backend, Implementation, Registration};
 use crate::ops::{elementwise, index, linalg, nn, random, reduce, shape, sort};
+use crate::storage::Caller;
 use crate::{Error, Result, Tensor};
 
 /// The lists of all families, in the order of the documentation.
@@ -158,11 +159,13 @@ pub fn register(name: &'static str, backend: Backend, implementation: Implementa
 /// # Errors
 /// Those of the operation; [`Error::Invalid`] for a name that nobody knows on that device, and, with the signature, for what
 /// does not fit it.
+#[track_caller]
 pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
     name: &str,
     tensors: &[T],
     arguments: &[Argument],
 ) -> Result<Vec<Tensor>> {
+    let _caller = Caller::enter();
     let tensors: Slots = tensors.iter().map(|&t| t.into()).collect();
     if let Some(operation) = find(name) {
         return operation.run(&tensors, arguments);
@@ -203,7 +206,9 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
 /// # Errors
 /// As [`call`]; [`Error::Invalid`] for a name that the operation does not have and one that is given twice, and for operations
 /// that were registered under a name of their own, whose parameters have none.
+#[track_caller]
 pub fn call_named(name: &str, tensors: &[&Tensor], named: &[(&str, Value)]) -> Result<Vec<Tensor>> {
+    let _caller = Caller::enter();
     match find(name) {
         Some(operation) => {
             let (tensors, arguments) = operation.signature().by_position(tensors, named)?;

@@ -7,6 +7,7 @@ use super::flat::{Flat, Run, StepTensors};
 use super::rule::Rule;
 use crate::io::StateDict;
 use crate::ops::MapInto;
+use crate::storage::Caller;
 use crate::{DType, Device, Error, Graph, Result, Scalar, Tensor, for_each_part, no_grad};
 
 /// The optimiser of a [`Rule`]: [`super::Sgd`], [`super::AdamW`] and the others are this.
@@ -46,7 +47,9 @@ impl<R: Rule> Fused<R> {
     /// # Errors
     /// [`Error::Autograd`] for a parameter that is no such leaf, [`Error::Invalid`] for none at all or a hyperparameter out
     /// of range, mismatching dtypes or devices, and [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn new(parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
+        let _caller = Caller::enter();
         Ok(Fused { groups: vec![Group::new(parameters, rule)?] })
     }
 
@@ -66,7 +69,9 @@ impl<R: Rule> Fused<R> {
     ///
     /// # Errors
     /// As [`Fused::new`]; [`Error::Invalid`] for a parameter of another group.
+    #[track_caller]
     pub fn with_group(mut self, parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
+        let _caller = Caller::enter();
         let mine = self.parameters();
         let taken = |p: &Tensor| p.numel() > 0 && mine.iter().any(|q| q.shares_storage(p) && q.offset() == p.offset());
         if let Some(p) = parameters.iter().find(|p| taken(p)) {
@@ -99,6 +104,7 @@ impl<R: Rule> Fused<R> {
     ///
     /// # Errors
     /// As [`Fused::new`].
+    #[track_caller]
     pub fn grouped<'a>(
         parameters: impl IntoIterator<Item = (String, &'a mut Tensor)>,
         rule: impl Fn(&str, &Tensor) -> R,
@@ -106,6 +112,7 @@ impl<R: Rule> Fused<R> {
     where
         R: PartialEq,
     {
+        let _caller = Caller::enter();
         let mut groups: Vec<(R, Vec<&mut Tensor>)> = Vec::new();
         for (name, p) in parameters {
             let rule = rule(&name, p);
@@ -238,7 +245,9 @@ fn host_number(dtype: DType, value: impl Into<Scalar>) -> Result<Tensor> {
 }
 
 impl<R: Rule> Optimizer for Fused<R> {
+    #[track_caller]
     fn step_scaled(&mut self, factor: f64) -> Result<()> {
+        let _caller = Caller::enter();
         no_grad(|| {
             // What can be found wrong is found before the first group is stepped.
             let runs = self.groups.iter_mut().map(Group::runs).collect::<Result<SmallVec<[_; 2]>>>()?;
@@ -284,7 +293,9 @@ impl<R: Rule> Optimizer for Fused<R> {
         Ok(dict)
     }
 
+    #[track_caller]
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        let _caller = Caller::enter();
         for group in &mut self.groups {
             if group.flat.parameters().any(|p| p.successor().is_some()) {
                 group.follow()?;

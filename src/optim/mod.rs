@@ -46,6 +46,7 @@ pub trait Optimizer {
     /// # Errors
     /// Device failures. Parameters are then as they were; [`Error::Partial`](crate::Error::Partial) says that those of some
     /// groups, or stretches of those that backward reached, were updated fully and the others not at all.
+    #[track_caller]
     fn step(&mut self) -> Result<()> {
         self.step_scaled(1.0)
     }

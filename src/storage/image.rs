@@ -7,6 +7,7 @@ use std::mem::ManuallyDrop;
 use super::allocation::{Backing, Lease, Owner, Storage};
 use super::driver::opencl::OpenCl;
 use super::driver::{ImageDesc, driver};
+use super::history::Caller;
 use super::hooks::OutOfMemoryEvent;
 use super::image_pool::pool;
 use super::pool::{PoolAllocator, StorageType};
@@ -50,7 +51,9 @@ impl Image {
     /// # Errors
     /// [`Error::Invalid`] for a device without images, an image without pixels or one beyond the device's limits
     /// ([`ImageLimits::size_2d`](crate::device::ImageLimits::size_2d)); [`Error::OutOfMemory`] where there is no room for it.
+    #[track_caller]
     pub fn new(device: Device, desc: ImageDesc, kind: StorageType) -> Result<Image> {
+        let _caller = Caller::enter();
         let (Some(pool), Device::OpenCL(index)) = (pool(device)?, device) else {
             return Err(Error::invalid("Image::new", format!("{device} has no images: use tensors")));
         };

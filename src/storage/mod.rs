@@ -63,9 +63,9 @@ pub use driver::{
 pub(crate) use exclusive_host::ExclusiveHost;
 pub use guard::GuardAllocator;
 pub use history::{
-    Annotation, BlockInfo, BlockState, Context, ContextLevel, CsvAction, CsvEvent, CsvLog, Fragmentation, Frame,
-    FreeSpace, History, HistoryOptions, LiveBlock, LiveMemory, Recording, SegmentInfo, SegmentType, Setting, Snapshot,
-    Stage, TraceAction, TraceEntry, annotate, annotations, with_context,
+    Annotation, BlockInfo, BlockState, Caller, Context, ContextLevel, CsvAction, CsvEvent, CsvLog, Fragmentation,
+    Frame, FreeSpace, History, HistoryOptions, LiveBlock, LiveMemory, Recording, SegmentInfo, SegmentType, Setting,
+    Snapshot, Stage, TraceAction, TraceEntry, annotate, annotations, with_context,
 };
 pub use hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
 pub(crate) use host_owner::HostElements;

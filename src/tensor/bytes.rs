@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 
 use super::Layout;
-use crate::storage::Storage;
+use crate::storage::{Caller, Storage};
 use crate::{DType, Error, Result, Shape, Tensor, TensorOptions};
 
 /// Elements go between a stream and a device in pieces of this size.
@@ -24,7 +24,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for a shape of another number of bytes and for bools other than 0 and 1; [`Error::NoDevice`],
     /// [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn from_bytes(bytes: &[u8], shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let (op, TensorOptions { dtype, device }) = ("from_bytes", options.into());
         let shape = shape.into().checked(op)?;
         if shape.bytes(dtype.size()) != bytes.len() {
@@ -49,11 +51,13 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] where `from` fails or ends early, and for bools other than 0 and 1; [`Error::NoDevice`],
     /// [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn read_from(
         from: &mut dyn Read,
         shape: impl Into<Shape>,
         options: impl Into<TensorOptions>,
     ) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let (op, TensorOptions { dtype, device }) = ("read_from", options.into());
         let shape = shape.into().checked(op)?;
         let bytes = shape.bytes(dtype.size());

@@ -6,7 +6,7 @@ use ndarray::{ArrayD, IxDyn};
 
 use super::Layout;
 use crate::autograd::record_unary_twice;
-use crate::storage::Storage;
+use crate::storage::{Caller, Storage};
 use crate::{DType, Device, Element, Error, Result, Tensor, elements};
 
 impl Tensor {
@@ -78,7 +78,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`] and device failures.
+    #[track_caller]
     pub fn to_device(&self, device: Device) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let home = self.device();
         if device == home {
             return Ok(self.shallow_clone());
@@ -106,7 +108,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`] and device failures.
+    #[track_caller]
     pub fn pin_memory(&self, device: Device) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let source = self.detach().contiguous()?;
         let size = self.dtype.size();
         let out = match Storage::pinned(device, self.numel() * size)? {
@@ -126,6 +130,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As those two.
+    #[track_caller]
     pub fn to(&self, dtype: DType, device: Device) -> Result<Tensor> {
         if dtype.size() < self.dtype.size() {
             self.to_dtype(dtype)?.to_device(device)

@@ -4,7 +4,7 @@ use ndarray::{Array, ArrayBase, Data, Dimension};
 
 use super::Layout;
 use super::options::TensorOptions;
-use crate::storage::{HostElements, Storage};
+use crate::storage::{Caller, HostElements, Storage};
 use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 
 /// Constants and sequences.
@@ -13,7 +13,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn empty(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let options = options.into();
         match options.dtype {
             // Not every byte is a bool.
@@ -34,7 +36,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn zeros(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let TensorOptions { dtype, device } = options.into();
         let layout = Layout::contiguous(shape.into());
         let storage = Storage::alloc_zeroed(device, layout.shape.bytes(dtype.size()))?;
@@ -45,6 +49,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn ones(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         Tensor::full(shape, 1, options)
     }
@@ -62,11 +67,13 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for a value that is not whole in a dtype of integers, [`Error::NoDevice`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn full(
         shape: impl Into<Shape>,
         value: impl Into<Scalar>,
         options: impl Into<TensorOptions>,
     ) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let TensorOptions { dtype, device } = options.into();
         let value = value.into();
         value.check_whole("full", dtype)?;
@@ -90,6 +97,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for other than one or two sizes; [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn eye(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let shape = shape.into();
         let (rows, columns) = match *shape.dims() {
@@ -106,6 +114,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn empty_like(&self) -> Result<Tensor> {
         Tensor::empty(self.shape(), self)
     }
@@ -114,6 +123,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn zeros_like(&self) -> Result<Tensor> {
         Tensor::zeros(self.shape(), self)
     }
@@ -122,6 +132,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn ones_like(&self) -> Result<Tensor> {
         Tensor::ones(self.shape(), self)
     }
@@ -130,6 +141,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::full`].
+    #[track_caller]
     pub fn full_like(&self, value: impl Into<Scalar>) -> Result<Tensor> {
         Tensor::full(self.shape(), value, self)
     }
@@ -185,7 +197,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn from_slice<T: Element>(values: &[T], shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let shape = fits("from_slice", values.len(), shape.into())?;
         let out = Tensor::empty_like_shape(shape, T::DTYPE, device)?;
         out.storage.write(0, bytemuck::cast_slice(values))?;
@@ -196,6 +210,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn from_vec<T: Element>(values: Vec<T>, shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
         if !device.is_cpu() {
             return Tensor::from_slice(&values, shape, device);
@@ -226,11 +241,13 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`] of a copy.
+    #[track_caller]
     pub fn from_host_memory<T: Element>(
         memory: impl AsMut<[T]> + Send + 'static,
         shape: impl Into<Shape>,
         device: Device,
     ) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let elements = HostElements::new(memory);
         let layout = Layout::contiguous(fits("from_host_memory", elements.len(), shape.into())?);
         Ok(Tensor::new(elements.into_storage(device)?, layout, T::DTYPE))
@@ -244,6 +261,7 @@ impl Tensor {
     /// assert_eq!(a.shape().dims(), &[2, 2]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
+    #[track_caller]
     pub fn from_ndarray<T: Element, D: Dimension>(array: Array<T, D>, device: Device) -> Result<Tensor> {
         if !device.is_cpu() || array.is_empty() {
             return Tensor::from_ndarray_view(&array, device);
@@ -255,6 +273,7 @@ impl Tensor {
     }
 
     /// A copy of the elements of any ndarray array or view.
+    #[track_caller]
     pub fn from_ndarray_view<T, S, D>(array: &ArrayBase<S, D>, device: Device) -> Result<Tensor>
     where
         T: Element,

@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut};
 use ndarray::{ArrayViewD, ArrayViewMutD, IxDyn};
 
 use super::{Layout, Shape};
-use crate::storage::ExclusiveHost;
+use crate::storage::{Caller, ExclusiveHost};
 use crate::{Device, Element, Error, Result, Tensor};
 
 /// Values of a tensor in memory of the host, which nobody else sees: a slice, and an ndarray view, without a copy.
@@ -42,7 +42,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::to_ndarray`].
+    #[track_caller]
     pub fn to_host<T: Element>(&self) -> Result<HostArray<T>> {
+        let _caller = Caller::enter();
         let op = "to_host";
         self.check_element::<T>(op)?;
         HostArray::new(op, self.host_copy()?)
@@ -65,7 +67,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::to_ndarray`]. This handle is gone then, too.
+    #[track_caller]
     pub fn into_host<T: Element>(mut self) -> Result<HostArray<T>> {
+        let _caller = Caller::enter();
         let op = "into_host";
         self.check_element::<T>(op)?;
         self.detach_(); // what made it may have kept a handle

@@ -7,6 +7,7 @@
 
 use std::ops::{Add, AddAssign, Div, DivAssign, Mul, MulAssign, Neg, Sub, SubAssign};
 
+use crate::storage::Caller;
 use crate::{Result, Tensor};
 
 #[track_caller]
@@ -44,6 +45,7 @@ fn computed(
     out_of_place: impl FnOnce(&Tensor) -> Result<Tensor>,
     in_place: impl FnOnce(&Tensor) -> Result<()>,
 ) -> Tensor {
+    let _caller = Caller::enter();
     let t = match left {
         Left::Borrowed(t) => return expect(out_of_place(t)),
         Left::Owned(t) => t,

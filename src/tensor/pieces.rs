@@ -175,6 +175,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::reshape`].
+    #[track_caller]
     pub fn reshape_as(&self, other: &Tensor) -> Result<Tensor> {
         self.reshape(other.shape()).map_err(|e| e.of("reshape_as"))
     }
@@ -183,6 +184,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn ravel(&self) -> Result<Tensor> {
         self.reshape(self.numel())
     }

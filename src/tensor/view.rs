@@ -8,6 +8,7 @@ use smallvec::SmallVec;
 use super::{Layout, Shape};
 use crate::autograd::{record_unary_twice, record_view};
 use crate::layout::shape::{Dims, NewShape};
+use crate::storage::Caller;
 use crate::{DType, DimList, Error, ReduceDims, Result, Tensor};
 
 /// Dims of a tensor of this rank, each once.
@@ -118,7 +119,9 @@ impl Tensor {
     ///
     /// # Errors
     /// Sizes whose product is not the number of elements.
+    #[track_caller]
     pub fn reshape(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let shape = shape.into().resolve("reshape", &format_args!("shape {}", self.shape()), self.numel())?;
         match self.viewed("reshape", &shape) {
             Some(view) => Ok(view),
@@ -363,6 +366,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`].
+    #[track_caller]
     pub fn flatten(&self, start: isize, end: isize) -> Result<Tensor> {
         let op = "flatten";
         if self.rank() == 0 {

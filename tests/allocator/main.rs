@@ -6,6 +6,7 @@
 mod common;
 
 mod allocators;
+mod callers;
 mod custom_driver;
 mod host;
 mod oversubscribe;

@@ -44,7 +44,7 @@ fn is_here(frame: &Frame, function: &str) -> bool {
 }
 
 /// What `claystone snapshot` prints of a file.
-fn printed(file: &Path) -> String {
+pub fn printed(file: &Path) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_claystone")).arg("snapshot").arg(file).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()

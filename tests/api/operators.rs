@@ -80,10 +80,11 @@ fn an_operator_panics_at_the_line_of_its_caller() {
     std::panic::set_hook(Box::new(|panic| {
         *AT.lock().unwrap() = panic.location().map(|at| (at.file().to_owned(), at.line()));
     }));
-    let operations: [(u32, &dyn Fn()); 3] = [
+    let operations: [(u32, &dyn Fn()); 4] = [
         (line!(), &|| drop(&a + &b)),
         (line!(), &|| drop(a.shallow_clone() * &b)),
         (line!(), &|| a.shallow_clone().sub_assign(&b)),
+        (line!(), &|| drop(a.i(0).unwrap().unsqueeze(0).unwrap().expand(&[1 << 60, 3]).unwrap().clone())),
     ];
     let named = operations.map(|(line, operation)| {
         let panicked = std::panic::catch_unwind(AssertUnwindSafe(operation)).is_err();

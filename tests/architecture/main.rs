@@ -4,6 +4,7 @@
 //! `-- --nocapture` the test prints how many exceptions each rule has and which files form circles;
 //! `ARCHITECTURE_DOT=imports.dot` names a file for the graph of imports.
 
+mod callers;
 mod circles;
 mod exceptions;
 mod methods;
@@ -88,4 +89,11 @@ fn every_file_is_in_a_module() {
     let lost: Vec<_> = sources.keys().filter(|file| file.starts_with("src/") && file.ends_with(".rs")).collect();
     let lost: Vec<_> = lost.into_iter().filter(|file| !reached.contains(file)).collect();
     assert!(lost.is_empty(), "no `mod` declares {lost:?}");
+}
+
+/// Memory histories name the line that called an operation, which it can only know so.
+#[test]
+fn operations_know_their_callers() {
+    let untracked: Vec<String> = sources().iter().flat_map(|(file, text)| callers::untracked(file, text)).collect();
+    assert!(untracked.is_empty(), "these give tensors and are not #[track_caller]:\n{}", untracked.join("\n"));
 }

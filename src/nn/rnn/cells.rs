@@ -2,6 +2,7 @@
 
 use super::step::{Cell, Sizes, Step};
 use crate::nn::{Module, Role};
+use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Tensor};
 
@@ -44,7 +45,9 @@ macro_rules! cells {
             /// # Errors
             /// [`Error::Invalid`] for a hidden size of 0; [`Error::UnsupportedDType`] for dtypes that are no floats;
             /// [`Error::OutOfMemory`].
+            #[track_caller]
             pub fn new(input_size: usize, hidden_size: usize, tensors: impl Into<TensorOptions>) -> Result<$name> {
+                let _caller = Caller::enter();
                 let sizes = Sizes { input: input_size, hidden: hidden_size, output: hidden_size };
                 let cell = Cell::new(concat!(stringify!($name), "::new"), $step, sizes, true, tensors.into())?;
                 Ok($name { step: $step, cell })
@@ -60,7 +63,9 @@ macro_rules! cells {
             /// # Errors
             /// [`Error::Invalid`] for an input that is neither `[N, I]` nor `[I]`; [`Error::ShapeMismatch`] for a state that is
             /// not `[N, H]`, or `[H]` where the input has no N.
+            #[track_caller]
             pub fn run(&self, x: &Tensor, state: Option<&$state>) -> Result<$state> {
+                let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::run");
                 let mut $next = match state {
                     Some($given) => next(op, self.step, &self.cell, x, Some(&$tensors))?,
@@ -72,7 +77,9 @@ macro_rules! cells {
 
         impl Module for $name {
             /// The hidden state after the step, from zeros.
+            #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::forward");
                 Ok(next(op, self.step, &self.cell, x, None)?.remove(0))
             }

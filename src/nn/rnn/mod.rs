@@ -9,6 +9,7 @@ mod stack;
 mod step;
 
 use super::{Module, Part, Role};
+use crate::storage::Caller;
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor};
 use stack::Stack;
@@ -55,12 +56,14 @@ macro_rules! layers {
             /// [`Error::Invalid`](crate::Error::Invalid) for sizes of 0, a dropout outside `0.0..=1.0`, and a projection that is
             /// not LSTM's or not below the hidden size; [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for dtypes
             /// that are no floats; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+            #[track_caller]
             pub fn new(
                 input_size: usize,
                 hidden_size: usize,
                 options: RnnOptions,
                 tensors: impl Into<TensorOptions>,
             ) -> Result<$name> {
+                let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::new");
                 Stack::new(op, $step, [input_size, hidden_size], options, tensors.into()).map($name)
             }
@@ -71,7 +74,9 @@ macro_rules! layers {
             /// # Errors
             /// [`Error::Invalid`](crate::Error::Invalid) for an input that is neither `[L, I]` nor `[L, N, I]`;
             /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for a state that is not `[layers * directions, N, H]`.
+            #[track_caller]
             pub fn run(&self, x: &Tensor, state: Option<&$state>) -> Result<(Tensor, $state)> {
+                let _caller = Caller::enter();
                 let op = concat!(stringify!($name), "::run");
                 let (out, mut $last) = match state {
                     Some($given) => self.0.run(op, x, Some(&$tensors))?,
@@ -102,7 +107,9 @@ macro_rules! layers {
 
         impl Module for $name {
             /// The hidden states of the last layer.
+            #[track_caller]
             fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                let _caller = Caller::enter();
                 Ok(self.run(x, None)?.0)
             }
 

@@ -2,6 +2,7 @@
 
 use std::borrow::Borrow;
 
+use crate::storage::Caller;
 use crate::{Device, Error, Result, Scalar, Tensor};
 
 /// Sequences of different lengths for [`Rnn`](super::Rnn), [`Lstm`](super::Lstm) and [`Gru`](super::Gru), without padding
@@ -123,7 +124,9 @@ impl PackedSequence {
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn to_device(&self, device: Device) -> Result<PackedSequence> {
+        let _caller = Caller::enter();
         let moved = |order: &Order| -> Result<Order> {
             let (sorted, unsorted) = (order.sorted.to_device(device)?, order.unsorted.to_device(device)?);
             Ok(Order { sorted, unsorted, ranks: order.ranks.clone() })
@@ -219,12 +222,14 @@ fn check_lengths(op: &'static str, lengths: &[usize], [n, steps]: [usize; 2]) ->
 /// # Errors
 /// [`Error::Invalid`] for no sequence, a sequence of no element, lengths that are not one for each sequence or do not fit into L,
 /// lengths that are not sorted though `enforce_sorted`; [`Error::OutOfMemory`].
+#[track_caller]
 pub fn pack_padded_sequence(
     x: &Tensor,
     lengths: &[usize],
     batch_first: bool,
     enforce_sorted: bool,
 ) -> Result<PackedSequence> {
+    let _caller = Caller::enter();
     let op = "pack_padded_sequence";
     let [n, steps] = padded_dims(op, x, batch_first)?;
     check_lengths(op, lengths, [n, steps])?;
@@ -247,7 +252,9 @@ pub fn pack_padded_sequence(
 /// # Errors
 /// [`Error::Invalid`] for no sequence, a sequence of no element, lengths that are not sorted though `enforce_sorted`; as
 /// [`Tensor::cat`].
+#[track_caller]
 pub fn pack_sequence<T: Borrow<Tensor>>(sequences: &[T], enforce_sorted: bool) -> Result<PackedSequence> {
+    let _caller = Caller::enter();
     let op = "pack_sequence";
     let lengths = lengths_of(op, sequences)?;
     let starts = starts_of(&lengths);
@@ -293,11 +300,13 @@ fn padded(rows: &Tensor, at: &[usize], [n, steps]: [usize; 2], batch_first: bool
 ///
 /// # Errors
 /// [`Error::Invalid`] for no sequence; as [`Tensor::cat`].
+#[track_caller]
 pub fn pad_sequence<T: Borrow<Tensor>>(
     sequences: &[T],
     batch_first: bool,
     padding_value: impl Into<Scalar>,
 ) -> Result<Tensor> {
+    let _caller = Caller::enter();
     let lengths = lengths_of("pad_sequence", sequences)?;
     let (n, steps) = (lengths.len(), lengths.iter().copied().max().unwrap_or(0));
     let row = |(i, step)| if batch_first { i * steps + step } else { step * n + i };
@@ -320,12 +329,14 @@ pub fn pad_sequence<T: Borrow<Tensor>>(
 ///
 /// # Errors
 /// [`Error::Invalid`] for a total length below the longest; [`Error::OutOfMemory`].
+#[track_caller]
 pub fn pad_packed_sequence(
     packed: &PackedSequence,
     batch_first: bool,
     padding_value: impl Into<Scalar>,
     total_length: Option<usize>,
 ) -> Result<(Tensor, Vec<usize>)> {
+    let _caller = Caller::enter();
     let (longest, n) = (packed.batch_sizes.len(), packed.batch_sizes[0]);
     let steps = total_length.unwrap_or(longest);
     if steps < longest {
@@ -357,7 +368,9 @@ pub fn pad_packed_sequence(
 ///
 /// # Errors
 /// [`Error::Invalid`] for lengths that are not one for each sequence or do not fit.
+#[track_caller]
 pub fn unpad_sequence(x: &Tensor, lengths: &[usize], batch_first: bool) -> Result<Vec<Tensor>> {
+    let _caller = Caller::enter();
     let op = "unpad_sequence";
     check_lengths(op, lengths, padded_dims(op, x, batch_first)?)?;
     let dim = if batch_first { 0 } else { 1 };
@@ -370,7 +383,9 @@ pub fn unpad_sequence(x: &Tensor, lengths: &[usize], batch_first: bool) -> Resul
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
+#[track_caller]
 pub fn unpack_sequence(packed: &PackedSequence) -> Result<Vec<Tensor>> {
+    let _caller = Caller::enter();
     let (padded, lengths) = pad_packed_sequence(packed, true, 0, None)?;
     unpad_sequence(&padded, &lengths, true)
 }

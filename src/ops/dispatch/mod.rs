@@ -1,5 +1,5 @@
-//! What every operation passes through. A method usually begins with `replaced!`, `cast_first!` and its checks, and has a line in
-//! its family's `operations!`.
+//! What every operation passes through. A method usually begins with `replaced!`, `cast_first!` and its checks, has a line in
+//! its family's `operations!`, and is `#[track_caller]`, so that memory histories have the line that called it.
 
 pub(crate) mod args;
 pub(crate) mod arguments;
@@ -20,5 +20,6 @@ pub(crate) mod prelude {
     };
     pub(crate) use super::operation::operations;
     pub(crate) use super::registry::{replaced, replacement};
-    pub(crate) use crate::Error; // the documentation of most methods names it
+    pub(crate) use crate::Error;
+    pub(crate) use crate::storage::Caller; // the documentation of most methods names it
 }

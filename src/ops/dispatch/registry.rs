@@ -284,19 +284,23 @@ fn built_in_gradients(
     Ok(leaves.iter().map(Tensor::grad).collect())
 }
 
-/// `replaced!("name", [tensors], arguments ...)` at the beginning of a method: returns what a registered implementation
-/// makes of it, where there is one, and is otherwise the name. The tensors are `Option`s where one may be left out before
-/// others. A closure that makes the arguments comes after a `;`.
+/// `replaced!("name", [tensors], arguments ...);` at the beginning of a method: returns what a registered implementation
+/// makes of it, where there is one. The tensors are `Option`s where one may be left out before others. A closure that makes the
+/// arguments comes after a `;`, and `op = ` before the name makes a variable of it. What is allocated from there to the end of the
+/// method, which is `#[track_caller]`, is of its caller's line.
 macro_rules! replaced {
-    ($op:expr, $inputs:expr; $arguments:expr) => {{
-        let op: &'static str = $op;
-        if let Some(results) = $crate::ops::dispatch::registry::replacement(op, &$inputs, $arguments)? {
+    ($name:ident = $op:expr, $($rest:tt)*) => {
+        let $name: &'static str = $op;
+        $crate::ops::dispatch::registry::replaced!($name, $($rest)*);
+    };
+    ($op:expr, $inputs:expr; $arguments:expr) => {
+        let _caller = $crate::storage::Caller::enter();
+        if let Some(results) = $crate::ops::dispatch::registry::replacement($op, &$inputs, $arguments)? {
             return $crate::ops::dispatch::results::FromResults::from_results(results);
         }
-        op
-    }};
+    };
     ($op:expr, $inputs:expr $(, $argument:expr)* $(,)?) => {
-        $crate::ops::dispatch::registry::replaced!($op, $inputs; || vec![$($argument.into()),*])
+        $crate::ops::dispatch::registry::replaced!($op, $inputs; || vec![$($argument.into()),*]);
     };
 }
 

@@ -41,7 +41,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`] and device failures.
+    #[track_caller]
     pub fn try_clone(&self) -> Result<Tensor> {
+        let _caller = Caller::enter();
         match autograd::is_tracked(&[self]) {
             true => Ok(autograd::record_unary_twice("clone", self.copied(true)?, self, Ok)),
             false => self.copied(true),
@@ -73,7 +75,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`] and device failures.
+    #[track_caller]
     pub fn contiguous(&self) -> Result<Tensor> {
+        let _caller = Caller::enter();
         if self.is_contiguous() {
             return Ok(self.shallow_clone());
         }
@@ -95,7 +99,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`]; a device without double precision cannot convert f64.
+    #[track_caller]
     pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
+        let _caller = Caller::enter();
         if dtype == self.dtype {
             return Ok(self.shallow_clone());
         }
@@ -183,6 +189,9 @@ impl Clone for Tensor {
     /// When the device is out of memory or lost; [`Tensor::try_clone`] gives the error instead.
     #[track_caller]
     fn clone(&self) -> Tensor {
-        self.try_clone().unwrap_or_else(|e| panic!("{e}"))
+        match self.try_clone() {
+            Ok(copy) => copy,
+            Err(e) => panic!("{e}"), // here and not in a closure, so that the caller's line is named
+        }
     }
 }

@@ -64,7 +64,9 @@ impl Tensor {
     /// # Errors
     /// Inputs on different devices, of different dtypes or with shapes that do not broadcast; no input at all; an
     /// expression over an input that is not there.
+    #[track_caller]
     pub fn map(inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let expr = checked("map", inputs, f)?;
         apply_tracked("map", inputs, Params::default(), &expr, inputs[0].dtype, &|i| expr.diff(i))
     }
@@ -84,11 +86,13 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::map`], for the derivatives too; another number of derivatives than of inputs.
+    #[track_caller]
     pub fn map_with(
         inputs: &[&Tensor],
         f: impl FnOnce(&[Expr]) -> Expr,
         derivatives: impl FnOnce(&[Expr]) -> Vec<Expr>,
     ) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "map_with";
         let expr = checked(op, inputs, f)?;
         let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();

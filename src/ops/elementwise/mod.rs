@@ -151,6 +151,7 @@ impl Row {
     ///
     /// # Errors
     /// Those of the method; [`Error::Invalid`] for a wrong number of inputs or scalars.
+    #[track_caller]
     pub fn apply(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
         self.check_counts(inputs, scalars)?;
         apply_row(self, inputs, scalars)
@@ -188,7 +189,9 @@ impl Row {
 }
 
 /// A table row on tensors: what every generated method calls. Recorded where an input is tracked.
+#[track_caller]
 pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
+    let _caller = Caller::enter();
     same_device(row.name, inputs)?;
     // Asked first whether there may be any: what gives tensors is moved even where it gives none.
     if autocast_dtype().is_some()
@@ -246,7 +249,9 @@ fn recorded_of_result(op: &'static str, out: Tensor, input: &Tensor, derivative:
 }
 
 /// The in-place form: the result goes into the row's first input.
+#[track_caller]
 pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
+    let _caller = Caller::enter();
     same_device(row.name, inputs)?;
     let (target, others) = (inputs[0], &inputs[1..]);
     let common = common_dtype(row, inputs, scalars)?;
@@ -332,6 +337,7 @@ macro_rules! methods {
     (@out-of-place [$($doc:literal)+] $name:ident
         ($x:ident $(, $other:ident)* $(; $($s:ident $($called:literal)? = $sample:literal $(or $default:literal)?),+)?)) => {
         $(#[doc = $doc])+
+        #[track_caller]
         pub fn $name(
             &self,
             $($other: &crate::tensor::Tensor,)*
@@ -344,6 +350,7 @@ macro_rules! methods {
     (@in-place $inplace:ident $name:ident
         ($x:ident $(, $other:ident)* $(; $($s:ident $($called:literal)? = $sample:literal $(or $default:literal)?),+)?)) => {
         #[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), ") in place.")]
+        #[track_caller]
         pub fn $inplace(
             &self,
             $($other: &crate::tensor::Tensor,)*

@@ -26,8 +26,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for floats.
+    #[track_caller]
     pub fn bitwise_not(&self) -> Result<Tensor> {
-        let op = replaced!("bitwise_not", [self]);
+        replaced!(op = "bitwise_not", [self]);
         match self.dtype() {
             DType::Bool => self.logical_not(),
             _ => self.bitwise_xor_scalar(-1).named(op),
@@ -59,7 +60,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`] for a weight that is neither one number nor `[C]`; [`Error::UnsupportedDType`],
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn prelu(&self, weight: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "prelu";
         cast_first!(lowered(op, &[self, weight])?, |x| x[0].prelu(&x[1]));
         self.dtype().check_float(op)?;
@@ -78,8 +81,9 @@ impl Tensor {
     ///
     /// # Errors
     /// An odd size; [`Error::DimOutOfRange`].
+    #[track_caller]
     pub fn glu(&self, dim: isize) -> Result<Tensor> {
-        let op = replaced!("glu", [self], dim);
+        replaced!(op = "glu", [self], dim);
         let size = self.shape().dims()[self.shape().dim(op, dim)?];
         invalid!(op if !size.is_multiple_of(2), "dimension {dim} of size {size} has no two halves");
         let (x, gate) = (self.narrow(dim, 0, size / 2)?, self.narrow(dim, size / 2, size / 2)?);
@@ -91,6 +95,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers; [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn round_decimals(&self, decimals: i32) -> Result<Tensor> {
         replaced!("round_decimals", [self], decimals);
         let power = 10f64.powi(decimals.saturating_abs());
@@ -106,8 +111,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn equal(&self, other: &Tensor) -> Result<bool> {
-        let op = replaced!("equal", [self, other]);
+        replaced!(op = "equal", [self, other]);
         let differ = |t: Tensor| t.to_dtype(DType::I64)?.sum((), false)?.item::<i64>();
         Ok(self.shape() == other.shape() && differ(self.detach().ne(other)?).named(op)? == 0)
     }
@@ -124,8 +130,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::isclose`].
+    #[track_caller]
     pub fn allclose(&self, other: &Tensor, rtol: f64, atol: f64, equal_nan: bool) -> Result<bool> {
-        let op = replaced!("allclose", [self, other], rtol, atol, equal_nan);
+        replaced!(op = "allclose", [self, other], rtol, atol, equal_nan);
         let far = self.isclose(other, rtol, atol, equal_nan).and_then(|close| close.logical_not());
         Ok(far.named(op)?.to_dtype(DType::I64)?.sum((), false)?.item::<i64>()? == 0)
     }
@@ -148,6 +155,7 @@ macro_rules! aliases {
             ///
             /// # Errors
             /// Those of that method.
+            #[track_caller]
             pub fn $alias(&self $(, $other: &Tensor)?) -> Result<Tensor> {
                 self.$name($($other)?)
             }

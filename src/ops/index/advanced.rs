@@ -236,7 +236,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for no index or more than dims; [`Error::ShapeMismatch`] where indices do not broadcast; otherwise
     /// as [`Tensor::index_select`].
+    #[track_caller]
     pub fn index(&self, indices: &[Option<&Tensor>]) -> Result<Tensor> {
+        let _caller = Caller::enter();
         if let Some(out) = replaced_with("index", &[self], indices, None)? {
             return Ok(out);
         }
@@ -271,7 +273,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::index`]; [`Error::ShapeMismatch`] where `values` do not broadcast, [`Error::DTypeMismatch`].
+    #[track_caller]
     pub fn index_put(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<Tensor> {
+        let _caller = Caller::enter();
         if let Some(out) = replaced_with("index_put", &[self, values], indices, Some(accumulate))? {
             return Ok(out);
         }
@@ -350,6 +354,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::index`].
+    #[track_caller]
     pub fn take(&self, index: &Tensor) -> Result<Tensor> {
         replaced!("take", [self, index]);
         self.reshape(self.numel())?.indexed("take", &[Some(index)])
@@ -361,8 +366,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::index_put`]; [`Error::ShapeMismatch`] where `index` and `source` have different numbers of elements.
+    #[track_caller]
     pub fn put(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<Tensor> {
-        let op = replaced!("put", [self, index, source], accumulate);
+        replaced!(op = "put", [self, index, source], accumulate);
         let (index, source) = as_vectors(op, index, source)?;
         let flat = self.reshape(self.numel())?;
         flat.indexed_put(op, &[Some(&index)], &source, accumulate)?.reshape(self.shape())
@@ -399,8 +405,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`] where the mask does not broadcast; [`Error::Invalid`] for fewer elements than places;
     /// [`Error::UnsupportedDType`] for a mask that is not bool; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
-        let op = replaced!("masked_scatter", [self, mask, source]);
+        replaced!(op = "masked_scatter", [self, mask, source]);
         let shape = self.shape().broadcast(op, mask.shape())?;
         // A mask stands for dims: a scalar is a vector of one element.
         let x = self.expand(&shape)?.atleast_1d()?;

@@ -57,6 +57,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::i`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn slice_assign(&self, indices: impl Indices, src: &Tensor) -> Result<Tensor> {
         let (op, items) = ("slice_assign", indices.indices());
         let at: Option<Vec<isize>> = items.iter().map(|i| if let Index::At(i) = i { Some(*i) } else { None }).collect();
@@ -71,6 +72,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::slice`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn slice_scatter(
         &self,
         src: &Tensor,
@@ -90,8 +92,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::select`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn select_scatter(&self, src: &Tensor, dim: isize, index: isize) -> Result<Tensor> {
-        let op = replaced!("select_scatter", [self, src], dim, index);
+        replaced!(op = "select_scatter", [self, src], dim, index);
         let d = self.shape().dim(op, dim)?;
         self.assigned_copy(op, src, false, move |l| l.select(op, d, index))
     }
@@ -101,8 +104,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::diagonal`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn diagonal_scatter(&self, src: &Tensor, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
-        let op = replaced!("diagonal_scatter", [self, src], offset, dim1, dim2);
+        replaced!(op = "diagonal_scatter", [self, src], offset, dim1, dim2);
         let (a, b) = (self.shape().dim(op, dim1)?, self.shape().dim(op, dim2)?);
         invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are one");
         self.assigned_copy(op, src, false, move |l| Ok(l.diagonal(offset, a, b)))

@@ -115,6 +115,7 @@ impl Tensor {
     /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`], [`Error::DeviceMismatch`]; [`Error::Invalid`] where `index` is
     /// no vector. [`Error::IndexOutOfRange`] for a negative or too large index: on the CPU at once; on OpenCL from the next
     /// call of this thread that waits for the device, until which the elements are 0.
+    #[track_caller]
     pub fn index_select(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
         replaced!("index_select", [self, index], dim);
         self.selected("index_select", dim, index)
@@ -162,6 +163,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::index_select`]; [`Error::ShapeMismatch`].
+    #[track_caller]
     pub fn gather(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
         replaced!("gather", [self, index], dim);
         self.gathered("gather", dim, index)
@@ -183,6 +185,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::gather`].
+    #[track_caller]
     pub fn take_along_dim(&self, index: &Tensor, dim: impl Into<Option<isize>>) -> Result<Tensor> {
         let (op, dim) = ("take_along_dim", dim.into());
         replaced!(op, [self, index], dim);
@@ -199,6 +202,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::index_select`]; [`Error::Invalid`] for a scalar table.
+    #[track_caller]
     pub fn embedding(&self, index: &Tensor) -> Result<Tensor> {
         replaced!("embedding", [self, index]);
         self.embedding_with(index, None)
@@ -209,6 +213,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::embedding`]; [`Error::IndexOutOfRange`] for the padding.
+    #[track_caller]
     pub fn embedding_with(&self, index: &Tensor, padding_idx: impl Into<Option<isize>>) -> Result<Tensor> {
         let (op, padding) = ("embedding", padding_idx.into());
         replaced!("embedding_with", [self, index], padding);
@@ -247,8 +252,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`]; [`Error::IndexOutOfRange`] as [`Tensor::index_select`] gives it.
+    #[track_caller]
     pub fn one_hot(&self, classes: usize) -> Result<Tensor> {
-        let op = replaced!("one_hot", [self], classes);
+        replaced!(op = "one_hot", [self], classes);
         check_index(op, self)?;
         let shape: Shape = self.shape().dims().iter().copied().chain([classes]).collect();
         invalid!(op if classes == 0 && self.numel() > 0, "there are no classes (0), but elements");

@@ -92,6 +92,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] and device failures.
+    #[track_caller]
     pub fn unique(&self) -> Result<Tensor> {
         replaced!("unique", [self]);
         Ok(runs(&flatten(self)?.sort(0, false)?.0)?.0)
@@ -102,6 +103,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::unique`].
+    #[track_caller]
     pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
         replaced!("unique_inverse", [self]);
         let (sorted, order) = flatten(self)?.sort(0, false)?;
@@ -114,6 +116,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::unique`].
+    #[track_caller]
     pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
         replaced!("unique_counts", [self]);
         let (values, _, starts) = runs(&flatten(self)?.sort(0, false)?.0)?;
@@ -136,9 +139,10 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`]; those of [`Tensor::unique`].
+    #[track_caller]
     pub fn unique_all(&self, dim: impl Into<Option<isize>>) -> Result<(Tensor, Tensor, Tensor)> {
         let dim = dim.into();
-        let op = replaced!("unique_all", [self], dim);
+        replaced!(op = "unique_all", [self], dim);
         let slices = match dim {
             Some(dim) => {
                 self.shape().dim(op, dim)?;
@@ -174,6 +178,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::unique`].
+    #[track_caller]
     pub fn unique_consecutive(&self) -> Result<(Tensor, Tensor, Tensor)> {
         replaced!("unique_consecutive", [self]);
         let (values, running, starts) = runs(&flatten(self)?)?;
@@ -193,6 +198,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] and device failures.
+    #[track_caller]
     pub fn nonzero(&self) -> Result<Tensor> {
         replaced!("nonzero", [self]);
         if self.rank() == 0 {
@@ -206,6 +212,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::nonzero`].
+    #[track_caller]
     pub fn argwhere(&self) -> Result<Tensor> {
         replaced!("argwhere", [self]);
         self.nonzero()
@@ -216,8 +223,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
-        let op = replaced!("masked_select", [self, mask]);
+        replaced!(op = "masked_select", [self, mask]);
         crate::ops::same_device(op, &[self, mask])?;
         let shape = self.shape().broadcast(op, mask.shape())?;
         let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
@@ -246,6 +254,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::UnsupportedDType`] for floats, bool and weights that are not floats; [`Error::Invalid`] where the tensor is
     /// no vector or has a negative element; [`Error::ShapeMismatch`] for weights of another shape.
+    #[track_caller]
     pub fn bincount(&self, weights: Option<&Tensor>, minlength: usize) -> Result<Tensor> {
         let op = "bincount";
         let tensors: Vec<&Tensor> = std::iter::once(self).chain(weights).collect();
@@ -279,8 +288,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`]; [`Error::Invalid`] without bins, for `max` below `min`, and for ends that are not finite.
+    #[track_caller]
     pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
-        let op = replaced!("histc", [self], bins, min, max);
+        replaced!(op = "histc", [self], bins, min, max);
         self.dtype.check_float(op)?;
         let (mut low, mut high) = (min, max);
         if low == high && self.numel() > 0 {

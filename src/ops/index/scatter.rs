@@ -172,8 +172,9 @@ macro_rules! updates {
     ($($(#[doc = $doc:literal])+ $name:ident / $in_place:ident: $combine:ident, $slices:literal;)*) => {
         impl Tensor { $(
             $(#[doc = $doc])+
+            #[track_caller]
             pub fn $name(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<Tensor> {
-                let op = replaced!(stringify!($name), [self, index, source], dim);
+                replaced!(op = stringify!($name), [self, index, source], dim);
                 Update { op, combine: Combine::$combine, slices: $slices, dim, index, source }.copied(self)
             }
 
@@ -232,9 +233,10 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::gather`]; [`Error::Invalid`] for a fraction into integers.
+    #[track_caller]
     pub fn scatter_value(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
         let value: Scalar = value.into();
-        let op = replaced!("scatter_value", [self, index], dim, value);
+        replaced!(op = "scatter_value", [self, index], dim, value);
         let out = self.cast(self.dtype)?;
         out.scatter_number(op, dim, index, value)?;
         Ok(zeroed_elements(op, out, self, dim, index))
@@ -259,6 +261,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::index_add`]; [`Error::Invalid`] for a fraction of integers.
+    #[track_caller]
     pub fn index_add_alpha(
         &self,
         dim: isize,
@@ -267,7 +270,7 @@ impl Tensor {
         alpha: impl Into<Scalar>,
     ) -> Result<Tensor> {
         let alpha: Scalar = alpha.into();
-        let op = replaced!("index_add_alpha", [self, index, source], dim, alpha);
+        replaced!(op = "index_add_alpha", [self, index, source], dim, alpha);
         let source = &scaled(op, source, alpha)?;
         Update { op, combine: Combine::Add, slices: true, dim, index, source }.copied(self)
     }
@@ -293,9 +296,10 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::index_select`]; [`Error::Invalid`] for a fraction into integers.
+    #[track_caller]
     pub fn index_fill(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
         let value: Scalar = value.into();
-        let op = replaced!("index_fill", [self, index], dim, value);
+        replaced!(op = "index_fill", [self, index], dim, value);
         let out = self.cast(self.dtype)?;
         out.fill_slices(op, dim, index, value)?;
         Ok(zeroed_slices(op, out, self, dim, index))

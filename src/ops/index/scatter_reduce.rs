@@ -150,6 +150,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::scatter`].
+    #[track_caller]
     pub fn scatter_reduce(
         &self,
         dim: isize,
@@ -216,6 +217,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::index_add`].
+    #[track_caller]
     pub fn index_reduce(
         &self,
         dim: isize,
@@ -224,7 +226,7 @@ impl Tensor {
         reduce: ScatterReduce,
         include_self: bool,
     ) -> Result<Tensor> {
-        let op = replaced!("index_reduce", [self, index, source], dim, reduce.name(), include_self);
+        replaced!(op = "index_reduce", [self, index, source], dim, reduce.name(), include_self);
         let d = self.check_slices(op, dim, index, source)?;
         let index = index.with_layout(broadcast_vector(index, d, source.shape()));
         self.scatter_reduced(op, dim, &index, source, (reduce, include_self))

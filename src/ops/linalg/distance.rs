@@ -33,6 +33,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::norm`]; [`Error::Invalid`] for an `ord` of NaN, and the greatest of nothing.
+    #[track_caller]
     pub fn vector_norm(&self, ord: f64, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("vector_norm", dims.into());
         replaced!(op, [self], ord, &dims, keepdim);
@@ -89,8 +90,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`]; [`Error::Invalid`] for a negative `p`; [`Error::UnsupportedDType`] for integers and bool,
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn cdist(&self, other: &Tensor, p: f64) -> Result<Tensor> {
-        let op = replaced!("cdist", [self, other], p);
+        replaced!(op = "cdist", [self, other], p);
         cast_first!(widened(&[self, other])?, |x| x[0].cdist(&x[1], p));
         same_dtype(op, &[self, other])?;
         same_device(op, &[self, other])?;
@@ -114,8 +116,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::vector_norm`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn pairwise_distance(&self, other: &Tensor, p: f64, eps: f64, keepdim: bool) -> Result<Tensor> {
-        let op = replaced!("pairwise_distance", [self, other], p, eps, keepdim);
+        replaced!(op = "pairwise_distance", [self, other], p, eps, keepdim);
         let difference = self.sub(other).named(op)?;
         difference.dtype.check_float(op)?;
         difference.add_scalar(eps)?.norm_of_order(op, p, ReduceDims::from(-1), keepdim)
@@ -126,8 +129,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::norm`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
-        let op = replaced!("cosine_similarity", [self, other], dim, eps);
+        replaced!(op = "cosine_similarity", [self, other], dim, eps);
         cast_first!(widened(&[self, other])?, |x| x[0].cosine_similarity(&x[1], dim, eps));
         let dtype = promote_types(self.dtype, other.dtype);
         dtype.check_float(op)?;

@@ -356,7 +356,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for an equation that does not go with the operands, and for a letter with two sizes (1 stretches);
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn einsum<T: Borrow<Tensor>>(equation: &str, operands: &[T]) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "einsum";
         let tensors: Vec<&Tensor> = operands.iter().map(Borrow::borrow).collect();
         cast_first!(lowered(op, &tensors)?, |x| Tensor::einsum(equation, x));
@@ -381,13 +383,14 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`] where the sizes of a pair differ and none is 1; [`Error::Invalid`] for lists of different
     /// lengths, dims given twice, and more dims than there are; otherwise as [`Tensor::matmul`].
+    #[track_caller]
     pub fn tensordot(&self, other: &Tensor, dims: impl Into<TensordotDims>) -> Result<Tensor> {
         let dims = dims.into();
         let arguments = || match &dims {
             TensordotDims::Count(n) => vec![(*n).into()],
             TensordotDims::Lists(a, b) => vec![a[..].into(), b[..].into()],
         };
-        let op = replaced!("tensordot", [self, other]; arguments);
+        replaced!(op = "tensordot", [self, other]; arguments);
         self.contract_dims(op, other, dims)
     }
 
@@ -436,8 +439,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`] where the last dims differ; otherwise as [`Tensor::matmul`].
+    #[track_caller]
     pub fn inner(&self, other: &Tensor) -> Result<Tensor> {
-        let op = replaced!("inner", [self, other]);
+        replaced!(op = "inner", [self, other]);
         if self.rank() == 0 || other.rank() == 0 {
             return self.mul(other).named(op);
         }

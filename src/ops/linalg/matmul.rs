@@ -43,8 +43,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`] where the inner sizes differ, the others do not broadcast, or a side is a scalar;
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn matmul(&self, rhs: &Tensor) -> Result<Tensor> {
-        let op = replaced!("matmul", [self, rhs]);
+        replaced!(op = "matmul", [self, rhs]);
         cast_first!(lowered(op, &[self, rhs])?, |x| x[0].matmul(&x[1]));
         same_dtype(op, &[self, rhs])?;
         mismatch!(op if self.rank() == 0 || rhs.rank() == 0, self, rhs, "both need at least one dimension");
@@ -111,6 +112,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn linear(&self, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let tensors: &[&Tensor] = match &bias {
             Some(bias) => &[self, weight, bias],
@@ -135,7 +137,9 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::linear`]; [`Error::Invalid`] where `f` reads anything but its argument, and
     /// [`Error::UnsupportedDType`] where it needs floats and the tensors are not.
+    #[track_caller]
     pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let plain = Program::of(&[f(&Expr::input(0))]);
         invalid!("linear_map" if plain.inputs() > 1 || plain.scalars() > 0 || plain.seeds() > 0,
             "the formula reads more than its argument");

@@ -127,6 +127,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but matrices.
+    #[track_caller]
     pub fn mm(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("mm", [self, other]);
         check_ranks("mm", (self, 2), (other, 2), MATRICES)?;
@@ -138,6 +139,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but `[b, m, k]` and `[b, k, n]`.
+    #[track_caller]
     pub fn bmm(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("bmm", [self, other]);
         check_batches("bmm", self, other)?;
@@ -148,6 +150,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but `[m, k]` and `[k]`.
+    #[track_caller]
     pub fn mv(&self, vector: &Tensor) -> Result<Tensor> {
         replaced!("mv", [self, vector]);
         check_ranks("mv", (self, 2), (vector, 1), MATRIX_AND_VECTOR)?;
@@ -158,6 +161,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but two vectors of one size.
+    #[track_caller]
     pub fn dot(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("dot", [self, other]);
         check_ranks("dot", (self, 1), (other, 1), VECTORS)?;
@@ -168,6 +172,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::dot`].
+    #[track_caller]
     pub fn vdot(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("vdot", [self, other]);
         self.dot(other).named("vdot")
@@ -178,6 +183,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`] for anything but vectors, [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn outer(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("outer", [self, other]);
         check_ranks("outer", (self, 1), (other, 1), VECTORS)?;
@@ -188,6 +194,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::outer`].
+    #[track_caller]
     pub fn ger(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("ger", [self, other]);
         self.outer(other).named("ger")
@@ -207,6 +214,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::mm`]; [`Error::ShapeMismatch`] where this tensor does not broadcast to the product's shape;
     /// [`Error::Invalid`] for fractions with integers.
+    #[track_caller]
     pub fn addmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addmm", beta.into(), alpha.into());
         replaced!(op, [self, a, b], beta, alpha);
@@ -218,6 +226,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::addmm`].
+    #[track_caller]
     pub fn addmv(&self, a: &Tensor, x: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addmv", beta.into(), alpha.into());
         replaced!(op, [self, a, x], beta, alpha);
@@ -230,6 +239,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::addmm`].
+    #[track_caller]
     pub fn addr(&self, x: &Tensor, y: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addr", beta.into(), alpha.into());
         replaced!(op, [self, x, y], beta, alpha);
@@ -241,6 +251,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::addmm`].
+    #[track_caller]
     pub fn baddbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("baddbmm", beta.into(), alpha.into());
         replaced!(op, [self, a, b], beta, alpha);
@@ -253,6 +264,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::addmm`].
+    #[track_caller]
     pub fn addbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addbmm", beta.into(), alpha.into());
         replaced!(op, [self, a, b], beta, alpha);
@@ -269,6 +281,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for no tensor; [`Error::ShapeMismatch`] where neighbours do not fit or one is no matrix; as
     /// [`Tensor::matmul`].
+    #[track_caller]
     pub fn multi_dot<T: std::borrow::Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         let op = "multi_dot";
         let tensors: Vec<&Tensor> = tensors.iter().map(|t| t.borrow()).collect();
@@ -300,8 +313,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for anything but square matrices; as [`Tensor::matmul`].
+    #[track_caller]
     pub fn matrix_power(&self, n: usize) -> Result<Tensor> {
-        let op = replaced!("matrix_power", [self], n);
+        replaced!(op = "matrix_power", [self], n);
         let rows = match *self.shape().dims() {
             [.., rows, columns] if rows == columns => rows,
             _ => return Err(Error::invalid(op, format!("shape {} is not one of square matrices", self.shape()))),
@@ -329,6 +343,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for anything but a matrix.
+    #[track_caller]
     pub fn trace(&self) -> Result<Tensor> {
         replaced!("trace", [self]);
         invalid!("trace" if self.rank() != 2, "shape {} is not that of a matrix", self.shape());
@@ -348,8 +363,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn kron(&self, other: &Tensor) -> Result<Tensor> {
-        let op = replaced!("kron", [self, other]);
+        replaced!(op = "kron", [self, other]);
         let rank = self.rank().max(other.rank());
         let sizes = |t: &Tensor| -> Dims {
             std::iter::repeat_n(1, rank - t.rank()).chain(t.shape().dims().iter().copied()).collect()
@@ -367,8 +383,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`] where `dim` is not of size 3 in both, or others do not broadcast; [`Error::DimOutOfRange`],
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn cross(&self, other: &Tensor, dim: isize) -> Result<Tensor> {
-        let op = replaced!("cross", [self, other], dim);
+        replaced!(op = "cross", [self, other], dim);
         mismatch!(op if self.rank() != other.rank(), self, other, "both have as many dims");
         let d = self.shape().dim(op, dim)?;
         let is_vector = |t: &Tensor| t.shape().dims()[d] == 3;

@@ -87,6 +87,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and a mask of them; [`Error::Invalid`] for a
     /// `dropout_p` that is not in `0.0..1.0`; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
         replaced!("scaled_dot_product_attention", tensors; || options.arguments().into());
@@ -107,10 +108,11 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for a width that is not 3 times a multiple of `heads`.
+    #[track_caller]
     pub fn packed_attention(&self, heads: usize, options: Attention<'_>) -> Result<Tensor> {
         let tensors: SmallVec<[&Tensor; 2]> = std::iter::once(self).chain(options.attn_mask).collect();
         let arguments = || std::iter::once(heads.into()).chain(options.arguments()).collect();
-        let op = replaced!("packed_attention", tensors; arguments);
+        replaced!(op = "packed_attention", tensors; arguments);
         cast_first!(lowered(op, &[self])?, |x| x[0].packed_attention(heads, options));
         self.dtype.check_float(op)?;
         let packed = Packed::new(op, self.shape(), heads)?;

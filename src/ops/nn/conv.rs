@@ -23,7 +23,7 @@ use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT};
 use crate::backend::problem::windows::{Windows, four};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::matmul::matrix_transpose;
-use crate::ops::nn::window::{as_images, five, last, restore_rank};
+use crate::ops::nn::window::{as_2d, as_images, five, last, restore_rank};
 use crate::ops::reduce;
 use crate::tensor::view::reshaped;
 use crate::tensor::{Dims, Layout};
@@ -38,6 +38,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::conv2d`].
+    #[track_caller]
     pub fn conv1d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<1>) -> Result<Tensor> {
         convolution("conv1d", self, weight, bias, options)
     }
@@ -60,6 +61,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`] for channels that do not fit; [`Error::Invalid`] for windows larger than the image, a stride of
     /// 0 and the like; [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn conv2d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<2>) -> Result<Tensor> {
         convolution("conv2d", self, weight, bias, options)
     }
@@ -80,6 +82,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::conv2d`].
+    #[track_caller]
     pub fn conv3d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<3>) -> Result<Tensor> {
         convolution("conv3d", self, weight, bias, options)
     }
@@ -90,6 +93,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::conv2d`].
+    #[track_caller]
     pub fn conv_transpose1d(
         &self,
         weight: &Tensor,
@@ -115,6 +119,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::conv2d`].
+    #[track_caller]
     pub fn conv_transpose2d(
         &self,
         weight: &Tensor,
@@ -140,6 +145,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::conv2d`].
+    #[track_caller]
     pub fn conv_transpose3d(
         &self,
         weight: &Tensor,
@@ -179,15 +185,7 @@ fn check<const D: usize>(
     Ok(out)
 }
 
-/// A weight `[A, B, kernel]` of one to three dims as one of two: the slices of three are more of the second channels.
-fn as_2d<const D: usize>(weight: &Tensor) -> Result<Tensor> {
-    match weight.shape().dims() {
-        &[a, b, kd, kh, kw] => weight.reshape([a, b * kd, kh, kw]),
-        _ if D == 1 => weight.unsqueeze(2),
-        _ => Ok(weight.shallow_clone()),
-    }
-}
-
+#[track_caller]
 fn convolution<const D: usize>(
     op: &'static str,
     given: &Tensor,
@@ -195,6 +193,7 @@ fn convolution<const D: usize>(
     bias: Option<&Tensor>,
     options: ConvOptions<D>,
 ) -> Result<Tensor> {
+    let _caller = Caller::enter();
     let inputs: Dims<&Tensor> = [given, weight].into_iter().chain(bias).collect();
     cast_first!(lowered(op, &inputs)?, |x| convolution(op, &x[0], &x[1], x.get(2), options));
     let ConvOptions { stride, padding, dilation, groups } = options;
@@ -219,6 +218,7 @@ fn convolution<const D: usize>(
     restore_rank(&out, given, D)
 }
 
+#[track_caller]
 fn transposed<const D: usize>(
     op: &'static str,
     given: &Tensor,
@@ -226,6 +226,7 @@ fn transposed<const D: usize>(
     bias: Option<&Tensor>,
     options: ConvTransposeOptions<D>,
 ) -> Result<Tensor> {
+    let _caller = Caller::enter();
     let inputs: Dims<&Tensor> = [given, weight].into_iter().chain(bias).collect();
     cast_first!(lowered(op, &inputs)?, |x| transposed(op, &x[0], &x[1], x.get(2), options));
     let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;

@@ -66,8 +66,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for sizes of 0 or beyond any memory and another number of sizes than of dims;
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn interpolate(&self, size: &[usize], mode: Interpolation) -> Result<Tensor> {
-        let op = replaced!("interpolate", [self], size, mode, mode.align_corners());
+        replaced!(op = "interpolate", [self], size, mode, mode.align_corners());
         self.dtype.check_float(op)?;
         invalid!(op if size.is_empty() || self.rank() != size.len() + 2,
             "the input is [N, C, ..] with a dim for each of {} sizes, not {}", size.len(), self.shape());
@@ -100,8 +101,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] where there are less than three dims and where r² does not divide the channels.
+    #[track_caller]
     pub fn pixel_shuffle(&self, r: usize) -> Result<Tensor> {
-        let op = replaced!("pixel_shuffle", [self], r);
+        replaced!(op = "pixel_shuffle", [self], r);
         let (rest, [c, h, w]) = self.images(op)?;
         let square = r.saturating_mul(r);
         invalid!(op if square == 0 || !c.is_multiple_of(square), "{c} channels are no multiple of {r} squared");
@@ -115,8 +117,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] where there are less than three dims and where r does not divide the last two.
+    #[track_caller]
     pub fn pixel_unshuffle(&self, r: usize) -> Result<Tensor> {
-        let op = replaced!("pixel_unshuffle", [self], r);
+        replaced!(op = "pixel_unshuffle", [self], r);
         let (rest, [c, h, w]) = self.images(op)?;
         invalid!(op if r == 0 || !h.is_multiple_of(r) || !w.is_multiple_of(r),
             "images of {h} x {w} have no parts of {r} x {r}");

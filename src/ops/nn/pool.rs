@@ -95,6 +95,7 @@ fn windows<const D: usize>(
     Ok(windows)
 }
 
+#[track_caller]
 fn max_pool<const D: usize>(
     op: &'static str,
     given: &Tensor,
@@ -107,6 +108,7 @@ fn max_pool<const D: usize>(
     restore_rank(&options.windows(op, &x, kernel)?.max(op, &x)?, given, D)
 }
 
+#[track_caller]
 fn max_pool_with_indices<const D: usize>(
     op: &'static str,
     given: &Tensor,
@@ -125,6 +127,7 @@ fn check_numbers(op: &'static str, x: &Tensor) -> Result<()> {
     Ok(())
 }
 
+#[track_caller]
 fn avg_pool<const D: usize>(
     op: &'static str,
     given: &Tensor,
@@ -161,6 +164,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::max_pool2d`].
+    #[track_caller]
     pub fn max_pool1d(&self, kernel: usize, options: MaxPoolOptions<1>) -> Result<Tensor> {
         max_pool("max_pool1d", self, [kernel], options)
     }
@@ -179,6 +183,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for another rank, images that are empty or smaller than a window, a padding of more than half a
     /// window, a dilated window that has nothing but padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
+    #[track_caller]
     pub fn max_pool2d(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<Tensor> {
         max_pool("max_pool2d", self, kernel, options)
     }
@@ -188,6 +193,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::max_pool2d`].
+    #[track_caller]
     pub fn max_pool3d(&self, kernel: [usize; 3], options: MaxPoolOptions<3>) -> Result<Tensor> {
         max_pool("max_pool3d", self, kernel, options)
     }
@@ -196,6 +202,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::max_pool2d`].
+    #[track_caller]
     pub fn max_pool1d_with_indices(&self, kernel: usize, options: MaxPoolOptions<1>) -> Result<(Tensor, Tensor)> {
         max_pool_with_indices("max_pool1d_with_indices", self, [kernel], options)
     }
@@ -205,6 +212,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::max_pool2d`].
+    #[track_caller]
     pub fn max_pool2d_with_indices(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<(Tensor, Tensor)> {
         max_pool_with_indices("max_pool2d_with_indices", self, kernel, options)
     }
@@ -223,6 +231,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::max_pool2d`].
+    #[track_caller]
     pub fn max_pool3d_with_indices(&self, kernel: [usize; 3], options: MaxPoolOptions<3>) -> Result<(Tensor, Tensor)> {
         max_pool_with_indices("max_pool3d_with_indices", self, kernel, options)
     }
@@ -231,6 +240,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::avg_pool2d`].
+    #[track_caller]
     pub fn avg_pool1d(&self, kernel: usize, options: AvgPoolOptions<1>) -> Result<Tensor> {
         avg_pool("avg_pool1d", self, [kernel], options)
     }
@@ -239,6 +249,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::max_pool2d`]; [`Error::UnsupportedDType`] for integers.
+    #[track_caller]
     pub fn avg_pool2d(&self, kernel: [usize; 2], options: AvgPoolOptions<2>) -> Result<Tensor> {
         avg_pool("avg_pool2d", self, kernel, options)
     }
@@ -255,6 +266,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::avg_pool2d`].
+    #[track_caller]
     pub fn avg_pool3d(&self, kernel: [usize; 3], options: AvgPoolOptions<3>) -> Result<Tensor> {
         avg_pool("avg_pool3d", self, kernel, options)
     }
@@ -264,6 +276,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::adaptive_avg_pool2d`].
+    #[track_caller]
     pub fn adaptive_avg_pool1d(&self, size: usize) -> Result<Tensor> {
         adaptive_mean("adaptive_avg_pool1d", self, [size])
     }
@@ -281,6 +294,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for another rank or empty images; [`Error::UnsupportedDType`] for integers.
+    #[track_caller]
     pub fn adaptive_avg_pool2d(&self, size: [usize; 2]) -> Result<Tensor> {
         adaptive_mean("adaptive_avg_pool2d", self, size)
     }
@@ -290,6 +304,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::adaptive_avg_pool2d`].
+    #[track_caller]
     pub fn adaptive_avg_pool3d(&self, size: [usize; 3]) -> Result<Tensor> {
         adaptive_mean("adaptive_avg_pool3d", self, size)
     }
@@ -298,6 +313,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::adaptive_avg_pool2d`].
+    #[track_caller]
     pub fn adaptive_max_pool1d(&self, size: usize) -> Result<Tensor> {
         adaptive_max("adaptive_max_pool1d", self, [size])
     }
@@ -307,6 +323,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::adaptive_avg_pool2d`].
+    #[track_caller]
     pub fn adaptive_max_pool2d(&self, size: [usize; 2]) -> Result<Tensor> {
         adaptive_max("adaptive_max_pool2d", self, size)
     }
@@ -316,11 +333,13 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::adaptive_avg_pool2d`].
+    #[track_caller]
     pub fn adaptive_max_pool3d(&self, size: [usize; 3]) -> Result<Tensor> {
         adaptive_max("adaptive_max_pool3d", self, size)
     }
 }
 
+#[track_caller]
 fn adaptive_mean<const D: usize>(op: &'static str, given: &Tensor, size: [usize; D]) -> Result<Tensor> {
     given.dtype.check_float(op)?;
     replaced!(op, [given], &size);
@@ -332,6 +351,7 @@ fn adaptive_mean<const D: usize>(op: &'static str, given: &Tensor, size: [usize;
     restore_rank(&out, given, D)
 }
 
+#[track_caller]
 fn adaptive_max<const D: usize>(op: &'static str, given: &Tensor, size: [usize; D]) -> Result<Tensor> {
     check_numbers(op, given)?;
     replaced!(op, [given], &size);

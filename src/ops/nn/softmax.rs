@@ -101,6 +101,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`] for integers and bool, [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn softmax(&self, dim: isize) -> Result<Tensor> {
         self.normalised("softmax", RowOp::Softmax, RowOp::SoftmaxGrad, dim)
     }
@@ -116,8 +117,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::softmax`].
+    #[track_caller]
     pub fn softmin(&self, dim: isize) -> Result<Tensor> {
-        let op = replaced!("softmin", [self], dim);
+        replaced!(op = "softmin", [self], dim);
         self.dtype().check_float(op)?;
         self.neg()?.softmax(dim).named(op)
     }
@@ -126,10 +128,12 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::softmax`].
+    #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<Tensor> {
         self.normalised("log_softmax", RowOp::LogSoftmax, RowOp::LogSoftmaxGrad, dim)
     }
 
+    #[track_caller]
     fn normalised(&self, op: &'static str, forward: RowOp, backward: RowOp, dim: isize) -> Result<Tensor> {
         replaced!(op, [self], dim);
         self.dtype.check_float(op)?;
@@ -165,6 +169,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::softmax`]; [`Error::Invalid`] for a dim given twice.
+    #[track_caller]
     pub fn logsumexp(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("logsumexp", dims.into());
         replaced!(op, [self], &dims, keepdim);

@@ -249,6 +249,15 @@ impl Windows {
     }
 }
 
+/// A weight `[A, B, kernel]` of one to three dims as one of two: the slices of three are more of the second channels.
+pub(crate) fn as_2d<const D: usize>(weight: &Tensor) -> Result<Tensor> {
+    match weight.shape().dims() {
+        &[a, b, kd, kh, kw] => weight.reshape([a, b * kd, kh, kw]),
+        _ if D == 1 => weight.unsqueeze(2),
+        _ => Ok(weight.shallow_clone()),
+    }
+}
+
 /// x of `[C, dims..]` or `[N, C, dims..]` with one to three `dims` as `[N, C, rows, columns]` or `[N, C, depth, rows, columns]`.
 pub(crate) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Result<Tensor> {
     let batched = match x.rank().checked_sub(directions) {
@@ -297,6 +306,7 @@ pub(crate) fn last<const D: usize>(t: &Tensor) -> [usize; D] {
 ///
 /// # Errors
 /// [`crate::Error::Invalid`] for another rank, windows larger than the padded image, or a stride or dilation of 0.
+#[track_caller]
 pub fn unfold(
     x: &Tensor,
     kernel: [usize; 2],
@@ -305,7 +315,7 @@ pub fn unfold(
     stride: [usize; 2],
 ) -> Result<Tensor> {
     let padding = padding.into();
-    let op = replaced!("unfold2d", [x], &kernel, &dilation, padding, &stride);
+    replaced!(op = "unfold2d", [x], &kernel, &dilation, padding, &stride);
     let images = as_images(op, x, 2)?;
     let [n, c, ..] = four(&images);
     let [before, behind] = padding.sides(op, kernel, stride, dilation)?;
@@ -321,6 +331,7 @@ pub fn unfold(
 ///
 /// # Errors
 /// As [`unfold`]; [`crate::Error::Invalid`] for columns that do not fit; [`crate::Error::UnsupportedDType`] for integers.
+#[track_caller]
 pub fn fold(
     columns: &Tensor,
     output_size: [usize; 2],

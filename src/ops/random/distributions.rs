@@ -103,7 +103,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn bernoulli(&self) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "bernoulli";
         self.dtype.check_float(op)?;
         Tensor::drawn(op, &[self], &[], Expr::uniform(0).lt(Expr::input(0)), self.dtype)
@@ -113,7 +115,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::DTypeMismatch`], [`Error::ShapeMismatch`].
+    #[track_caller]
     pub fn normal(mean: &Tensor, std: &Tensor) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "normal";
         mean.dtype.check_float(op)?;
         crate::ops::same_device(op, &[mean, std])?;
@@ -125,6 +129,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::rand`].
+    #[track_caller]
     pub fn rand_like(&self) -> Result<Tensor> {
         Tensor::rand(self.shape(), self).named("rand_like")
     }
@@ -133,6 +138,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::randn`].
+    #[track_caller]
     pub fn randn_like(&self) -> Result<Tensor> {
         Tensor::randn(self.shape(), self).named("randn_like")
     }
@@ -141,6 +147,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::randint`].
+    #[track_caller]
     pub fn randint_like(&self, low: i64, high: i64) -> Result<Tensor> {
         Tensor::randint(low, high, self.shape(), self).named("randint_like")
     }
@@ -163,7 +170,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a scalar, three dimensions or more, no
     /// weights, and more samples than weights without replacement.
+    #[track_caller]
     pub fn multinomial(&self, samples: usize, replacement: bool) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "multinomial";
         self.dtype.check_float(op)?;
         let [rows @ .., n] = self.shape().dims() else {

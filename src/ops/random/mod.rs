@@ -134,7 +134,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn rand(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let options = options.into();
         options.dtype.check_float("rand")?;
         generate("rand", shape.into(), options, &[], uniform(options.dtype))
@@ -144,7 +146,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::rand`].
+    #[track_caller]
     pub fn randn(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let options = options.into();
         options.dtype.check_float("randn")?;
         generate("randn", shape.into(), options, &[], Expr::normal(0))
@@ -161,7 +165,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for an empty range or one of more than 2^31 numbers.
+    #[track_caller]
     pub fn randint(low: i64, high: i64, shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let (op, options) = ("randint", options.into());
         unsupported!(op if options.dtype == DType::Bool, DType::Bool, "integers or floats");
         let range = high.checked_sub(low).filter(|r| (1..=1i64 << 31).contains(r));
@@ -177,7 +183,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn randperm(n: usize, device: Device) -> Result<Tensor> {
+        let _caller = Caller::enter();
         const BLOCK: usize = 512;
         let out = Tensor::empty_like_shape(n, DType::I64, device)?; // fails where n is too large
         let mut order: Vec<i64> = Vec::new();
@@ -204,7 +212,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`; [`Error::UnsupportedDType`] for integers.
+    #[track_caller]
     pub fn dropout(&self, p: f64) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "dropout";
         invalid!(op if !(0.0..=1.0).contains(&p), "the probability {p} is not in 0.0..=1.0");
         self.dtype.check_float(op)?;
@@ -220,7 +230,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::dropout`]; [`Error::Invalid`] for less than two dims.
+    #[track_caller]
     pub fn dropout2d(&self, p: f64) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "dropout2d";
         self.dtype.check_float(op)?;
         invalid!(op if self.rank() < 2, "the input is [N, C, ..], this one has shape {}", self.shape());

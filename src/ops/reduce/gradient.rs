@@ -24,7 +24,9 @@ impl ReductionRow {
     ///
     /// # Errors
     /// Those of the method.
+    #[track_caller]
     pub fn apply(&'static self, x: &Tensor, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
+        let _caller = Caller::enter();
         apply_reduction(self, x, &dims.into(), keepdim)
     }
 }

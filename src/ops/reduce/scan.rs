@@ -86,6 +86,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`crate::Error::DimOutOfRange`], [`crate::Error::OutOfMemory`].
+    #[track_caller]
     pub fn cumsum(&self, dim: isize) -> Result<Tensor> {
         replaced!("cumsum", [self], dim);
         cast_first!(widened(&[self])?, |x| x[0].cumsum(dim));
@@ -98,8 +99,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::cumsum`].
+    #[track_caller]
     pub fn cumprod(&self, dim: isize) -> Result<Tensor> {
-        let op = replaced!("cumprod", [self], dim);
+        replaced!(op = "cumprod", [self], dim);
         cast_first!(widened(&[self])?, |x| x[0].cumprod(dim));
         let out = scan(op, Scan::Prod, self, dim)?.0;
         if !autograd::is_tracked(&[self]) {
@@ -130,6 +132,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::cumsum`].
+    #[track_caller]
     pub fn cummax(&self, dim: isize) -> Result<(Tensor, Tensor)> {
         self.running_extreme("cummax", Scan::Max, dim)
     }
@@ -138,10 +141,12 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::cumsum`].
+    #[track_caller]
     pub fn cummin(&self, dim: isize) -> Result<(Tensor, Tensor)> {
         self.running_extreme("cummin", Scan::Min, dim)
     }
 
+    #[track_caller]
     fn running_extreme(&self, op: &'static str, kind: Scan, dim: isize) -> Result<(Tensor, Tensor)> {
         replaced!(op, [self], dim);
         let (out, indices) = scan(op, kind, self, dim)?;
@@ -159,8 +164,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::cumsum`]; [`crate::Error::UnsupportedDType`] for integers and bool.
+    #[track_caller]
     pub fn logcumsumexp(&self, dim: isize) -> Result<Tensor> {
-        let op = replaced!("logcumsumexp", [self], dim);
+        replaced!(op = "logcumsumexp", [self], dim);
         self.dtype.check_float(op)?;
         let out = scan(op, Scan::LogSumExp, self, dim)?.0;
         if !autograd::is_tracked(&[self]) {
@@ -194,8 +200,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`crate::Error::DimOutOfRange`], for a scalar too; [`crate::Error::OutOfMemory`].
+    #[track_caller]
     pub fn diff(&self, n: usize, dim: isize) -> Result<Tensor> {
-        let op = replaced!("diff", [self], n, dim);
+        replaced!(op = "diff", [self], n, dim);
         let d = self.shape().dim(op, dim)?;
         // After as many differences as there are elements, none is left.
         (0..n.min(self.shape().dims()[d])).try_fold(self.shallow_clone(), |t, _| {

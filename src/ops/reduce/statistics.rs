@@ -33,6 +33,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mean`].
+    #[track_caller]
     pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         let dims = dims.into();
         replaced!("var", [self], &dims, correction, keepdim);
@@ -52,6 +53,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mean`].
+    #[track_caller]
     pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("std", dims.into());
         replaced!(op, [self], &dims, correction, keepdim);
@@ -88,6 +90,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mean`].
+    #[track_caller]
     pub fn var_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
         replaced!("var_mean", [self], &dims, correction, keepdim);
@@ -101,6 +104,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mean`].
+    #[track_caller]
     pub fn std_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
         replaced!("std_mean", [self], &dims, correction, keepdim);
@@ -114,6 +118,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::max`].
+    #[track_caller]
     pub fn aminmax(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
         replaced!("aminmax", [self], &dims, keepdim);
@@ -124,6 +129,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mean`].
+    #[track_caller]
     pub fn nanmean(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("nanmean", dims.into());
         replaced!(op, [self], &dims, keepdim);

@@ -171,6 +171,7 @@ macro_rules! define {
         impl Tensor { $(
             $(#[doc = $doc])+
             #[doc = concat!("\n\nPyTorch: `", $torch, "`.")]
+            #[track_caller]
             pub fn $name(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
                 let dims = dims.into();
                 replaced!(stringify!($name), [self], &dims, keepdim);

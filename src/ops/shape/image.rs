@@ -1,6 +1,6 @@
 //! Tensors as images of OpenCL devices, and back.
 
-use crate::storage::{Image, ImageDesc, ImageFormat};
+use crate::storage::{Caller, Image, ImageDesc, ImageFormat};
 use crate::{DType, Error, Result, Shape, Tensor, backend};
 
 impl Tensor {
@@ -47,7 +47,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] where a tensor of this shape has an image of another size.
+    #[track_caller]
     pub fn from_image(image: &Image, shape: impl Into<Shape>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let (shape, ImageDesc { width, height, format }) = (shape.into(), image.desc());
         let [n, c, h, w] = match *shape.dims() {
             [] => [1; 4],

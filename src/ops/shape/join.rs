@@ -25,9 +25,11 @@ impl Tensor {
     ///
     /// # Errors
     /// No tensor at all; tensors on different devices, or whose other sizes differ.
+    #[track_caller]
     pub fn cat<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
         let tensors = borrowed(tensors);
-        join(replaced!("cat", tensors, dim), &tensors, dim)
+        replaced!(op = "cat", tensors, dim);
+        join(op, &tensors, dim)
     }
 
     /// Tensors of one shape along a new dimension, which is dimension `dim` of the result (PyTorch's `stack`).
@@ -35,6 +37,7 @@ impl Tensor {
     ///
     /// # Errors
     /// No tensor at all; tensors of different shapes or on different devices.
+    #[track_caller]
     pub fn stack<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
         let op = "stack";
         let first = tensors.first().map(Borrow::borrow).ok_or_else(|| Error::invalid(op, "there is no tensor"))?;
@@ -49,6 +52,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::cat`].
+    #[track_caller]
     pub fn hstack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         let vectors = tensors.first().is_none_or(|t| t.borrow().rank() < 2);
         stacked("hstack", tensors, if vectors { 0 } else { 1 }, Tensor::atleast_1d)
@@ -58,6 +62,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::cat`].
+    #[track_caller]
     pub fn vstack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         stacked("vstack", tensors, 0, Tensor::atleast_2d)
     }
@@ -66,6 +71,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::cat`].
+    #[track_caller]
     pub fn dstack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         stacked("dstack", tensors, 2, Tensor::atleast_3d)
     }
@@ -74,6 +80,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::cat`].
+    #[track_caller]
     pub fn column_stack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         stacked("column_stack", tensors, 1, |t| {
             if t.rank() < 2 { t.reshape([t.numel(), 1]) } else { Ok(t.shallow_clone()) }
@@ -85,8 +92,9 @@ impl Tensor {
     ///
     /// # Errors
     /// No tensor at all; one of three dimensions or more; tensors on different devices.
+    #[track_caller]
     pub fn block_diag<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
-        let op = replaced!("block_diag", borrowed(tensors));
+        replaced!(op = "block_diag", borrowed(tensors));
         let blocks = tensors.iter().map(|t| t.borrow().atleast_2d()).collect::<Result<Vec<_>>>()?;
         invalid!(op if let Some(t) = blocks.iter().find(|t| t.rank() > 2),
             "a tensor of shape {} is no matrix", t.shape());
@@ -111,6 +119,7 @@ impl Tensor {
     ///
     /// # Errors
     /// Fewer numbers than dimensions; [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn repeat(&self, repeats: &[usize]) -> Result<Tensor> {
         replaced!("repeat", [self], repeats);
         self.repeated("repeat", repeats)
@@ -120,6 +129,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn tile(&self, repeats: &[usize]) -> Result<Tensor> {
         replaced!("tile", [self], repeats);
         let missing = self.rank().saturating_sub(repeats.len());
@@ -167,6 +177,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn repeat_interleave(&self, repeats: usize, dim: impl Into<Option<isize>>) -> Result<Tensor> {
         let op = "repeat_interleave";
         let dim = dim.into();
@@ -187,8 +198,9 @@ impl Tensor {
     ///
     /// # Errors
     /// `repeats` that is not a vector of integers, of one number for each index, none negative; [`Error::DimOutOfRange`].
+    #[track_caller]
     pub fn repeat_interleave_tensor(&self, repeats: &Tensor, dim: isize) -> Result<Tensor> {
-        let op = replaced!("repeat_interleave_tensor", [self, repeats], dim);
+        replaced!(op = "repeat_interleave_tensor", [self, repeats], dim);
         let d = self.shape().dim(op, dim)?;
         let size = self.shape().dims()[d];
         if repeats.shape().dims() != [size] || repeats.dtype().is_float() {
@@ -224,8 +236,9 @@ impl Tensor {
     ///
     /// # Errors
     /// Not one shift for each dimension; [`Error::DimOutOfRange`].
+    #[track_caller]
     pub fn roll(&self, shifts: &[isize], dims: &[isize]) -> Result<Tensor> {
-        let op = replaced!("roll", [self], shifts, dims);
+        replaced!(op = "roll", [self], shifts, dims);
         if dims.is_empty() && shifts.len() == 1 {
             return self.reshape(self.numel())?.roll(shifts, &[0])?.reshape(self.shape());
         }
@@ -246,13 +259,15 @@ fn borrowed<T: Borrow<Tensor>>(tensors: &[T]) -> Tensors<'_> {
 }
 
 /// [`join_all`] where nothing registered replaces it.
+#[track_caller]
 fn stacked<T: Borrow<Tensor>>(
     op: &'static str,
     tensors: &[T],
     dim: isize,
     each: impl FnMut(&Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    join_all(replaced!(op, borrowed(tensors)), tensors, dim, each)
+    replaced!(op, borrowed(tensors));
+    join_all(op, tensors, dim, each)
 }
 
 fn join_all<T: Borrow<Tensor>>(

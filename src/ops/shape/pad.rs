@@ -57,8 +57,9 @@ impl Tensor {
     /// # Errors
     /// An odd number of pads or more than two for each dimension; a dimension cut to less than nothing, one too small to be
     /// reflected or repeated as far as is asked; a fraction as the constant for integers.
+    #[track_caller]
     pub fn pad(&self, pads: &[isize], mode: PadMode) -> Result<Tensor> {
-        let op = replaced!("pad", [self], pads, mode.name(), mode.constant());
+        replaced!(op = "pad", [self], pads, mode.name(), mode.constant());
         invalid!(op if !pads.len().is_multiple_of(2) || pads.len() / 2 > self.rank(),
             "{} numbers are not two for each of up to {} dimensions", pads.len(), self.rank());
         let grown: Dims<isize> = pads.iter().map(|p| *p.max(&0)).collect();

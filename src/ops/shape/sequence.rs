@@ -4,7 +4,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use crate::backend::problem::sequence::Sequence;
 use crate::device::cpu::parallel;
-use crate::storage::with_host;
+use crate::storage::{Caller, with_host};
 use crate::tensor::TensorOptions;
 use crate::{DType, Device, Error, Result, Scalar, Tensor, backend};
 
@@ -16,12 +16,14 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for a step that is zero or points away from `end` and for numbers that are not finite;
     /// [`Error::NoDevice`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn arange(
         start: impl Into<Scalar>,
         end: impl Into<Scalar>,
         step: impl Into<Scalar>,
         options: impl Into<TensorOptions>,
     ) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let (start, end, step) = (start.into(), end.into(), step.into());
         let op = "arange";
         let error = || {
@@ -50,7 +52,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn linspace(start: f64, end: f64, n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         Tensor::sequence("linspace", n, options.into(), Sequence::between(start, end, n))
     }
 
@@ -64,7 +68,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn logspace(start: f64, end: f64, n: usize, base: f64, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let (power, options) = (Sequence::between(start, end, n), options.into());
         let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
         Tensor::computed("logspace", out, move |i| Scalar::Float(base.powf(power.at(i).to_f64())))

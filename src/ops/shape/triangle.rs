@@ -22,6 +22,7 @@ impl Tensor {
     ///
     /// # Errors
     /// Fewer than two dimensions.
+    #[track_caller]
     pub fn tril(&self, diagonal: isize) -> Result<Tensor> {
         replaced!("tril", [self], diagonal);
         self.zero_band("tril", diagonal.saturating_add(1), isize::MAX)
@@ -31,6 +32,7 @@ impl Tensor {
     ///
     /// # Errors
     /// Fewer than two dimensions.
+    #[track_caller]
     pub fn triu(&self, diagonal: isize) -> Result<Tensor> {
         replaced!("triu", [self], diagonal);
         self.zero_band("triu", isize::MIN, diagonal)
@@ -87,7 +89,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn tril_indices(rows: usize, columns: usize, offset: isize, device: Device) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "tril_indices";
         Shape::from([rows, columns]).checked(op)?;
         // Rows before this one have no element in the triangle.
@@ -102,7 +106,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn triu_indices(rows: usize, columns: usize, offset: isize, device: Device) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "triu_indices";
         Shape::from([rows, columns]).checked(op)?;
         // Rows from this one on have no element in the triangle.
@@ -125,6 +131,7 @@ impl Tensor {
     ///
     /// # Errors
     /// Neither one nor two dimensions.
+    #[track_caller]
     pub fn diag(&self, diagonal: isize) -> Result<Tensor> {
         match self.rank() {
             1 => self.diag_embed(diagonal, 0, 1).named("diag"),
@@ -138,8 +145,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`]; a scalar, or one dimension named twice.
+    #[track_caller]
     pub fn diag_embed(&self, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
-        let op = replaced!("diag_embed", [self], offset, dim1, dim2);
+        replaced!(op = "diag_embed", [self], offset, dim1, dim2);
         let [outer @ .., len] = self.shape().dims() else {
             return Err(Error::invalid(op, "a scalar has no dimension that could be a diagonal"));
         };
@@ -166,6 +174,7 @@ impl Tensor {
     ///
     /// # Errors
     /// No tensor at all; one of two dimensions or more.
+    #[track_caller]
     pub fn meshgrid<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Vec<Tensor>> {
         Tensor::grid("meshgrid", tensors)
     }
@@ -183,6 +192,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::meshgrid`].
+    #[track_caller]
     pub fn meshgrid_xy<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Vec<Tensor>> {
         let grid = Tensor::grid("meshgrid_xy", tensors)?;
         if grid.len() < 2 { Ok(grid) } else { grid.iter().map(|t| t.transpose(0, 1)).collect() }

@@ -87,8 +87,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
-        let op = replaced!("sort", [self], dim, descending);
+        replaced!(op = "sort", [self], dim, descending);
         let (values, indices) = sorted(op, self, dim, descending)?;
         let saved = Saved::new(&indices);
         let values = autograd::record_unary_twice(op, values, self, move |grad| match grad.rank() {
@@ -102,6 +103,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::sort`].
+    #[track_caller]
     pub fn argsort(&self, dim: isize, descending: bool) -> Result<Tensor> {
         replaced!("argsort", [self], dim, descending);
         Ok(sorted("argsort", self, dim, descending)?.1)
@@ -111,6 +113,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::sort`].
+    #[track_caller]
     pub fn msort(&self) -> Result<Tensor> {
         replaced!("msort", [self]);
         Ok(self.sort(0, false).named("msort")?.0)
@@ -131,6 +134,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; [`Error::Invalid`] for a scalar.
+    #[track_caller]
     pub fn searchsorted(&self, values: &Tensor, right: bool) -> Result<Tensor> {
         replaced!("searchsorted", [self, values], right);
         searched("searchsorted", self, values, right)
@@ -141,8 +145,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::searchsorted`]; [`Error::Invalid`] where `boundaries` is no vector.
+    #[track_caller]
     pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
-        let op = replaced!("bucketize", [self, boundaries], right);
+        replaced!(op = "bucketize", [self, boundaries], right);
         invalid!(op if boundaries.rank() != 1, "the boundaries are a vector, not of shape {}", boundaries.shape());
         searched(op, boundaries, self, right)
     }
@@ -159,8 +164,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn isin(&self, test_elements: &Tensor) -> Result<Tensor> {
-        let op = replaced!("isin", [self, test_elements]);
+        replaced!(op = "isin", [self, test_elements]);
         same_device(op, &[self, test_elements])?;
         let n = test_elements.numel();
         if n == 0 {

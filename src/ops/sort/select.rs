@@ -78,8 +78,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] where the dim has less than `k` elements; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(Tensor, Tensor)> {
-        let op = replaced!("topk", [self], k, dim, largest);
+        replaced!(op = "topk", [self], k, dim, largest);
         let x = self.atleast_1d()?;
         let n = x.shape().dims()[x.shape().dim(op, dim)?];
         invalid!(op if k > n, "{k} elements of {n} along dimension {dim} of {}", self.shape());
@@ -95,8 +96,9 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] where the dim has less than `k` elements or `k` is 0; [`Error::DimOutOfRange`].
+    #[track_caller]
     pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        let op = replaced!("kthvalue", [self], k, dim, keepdim);
+        replaced!(op = "kthvalue", [self], k, dim, keepdim);
         chosen(op, self, dim, keepdim, |x| {
             let n = size(x, dim)?;
             invalid!(op if k == 0 || k > n, "the dimension has elements 1 to {n}, and {k} was asked for");
@@ -120,6 +122,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] where the dim is empty; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn median(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced!("median", [self], dim, keepdim);
         chosen("median", self, dim, keepdim, |x| {
@@ -137,6 +140,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::median`].
+    #[track_caller]
     pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced!("nanmedian", [self], dim, keepdim);
         chosen("nanmedian", self, dim, keepdim, |x| {
@@ -154,8 +158,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for a `q` outside 0 to 1 and where the dim is empty; [`Error::DimOutOfRange`],
     /// [`Error::UnsupportedDType`].
+    #[track_caller]
     pub fn quantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-        let op = replaced!("quantile", [self], q, dim, keepdim);
+        replaced!(op = "quantile", [self], q, dim, keepdim);
         check_quantile(op, self, q)?;
         let last = match self.rank() {
             0 => 0,
@@ -182,8 +187,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::quantile`].
+    #[track_caller]
     pub fn nanquantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-        let op = replaced!("nanquantile", [self], q, dim, keepdim);
+        replaced!(op = "nanquantile", [self], q, dim, keepdim);
         check_quantile(op, self, q)?;
         let mut between = None;
         let (low, _) = chosen(op, self, dim, keepdim, |x| {
@@ -209,8 +215,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::median`].
+    #[track_caller]
     pub fn mode(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        let op = replaced!("mode", [self], dim, keepdim);
+        replaced!(op = "mode", [self], dim, keepdim);
         chosen(op, self, dim, keepdim, |x| {
             let n = size(x, dim)?;
             let (values, order) = sorted(op, x, dim, false)?;
@@ -243,6 +250,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::median`].
+    #[track_caller]
     pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced!("max_dim", [self], dim, keepdim);
         chosen("max_dim", self, dim, keepdim, |x| x.argmax(dim, true).map(Chosen::from))
@@ -252,6 +260,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::median`].
+    #[track_caller]
     pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced!("min_dim", [self], dim, keepdim);
         chosen("min_dim", self, dim, keepdim, |x| x.argmin(dim, true).map(Chosen::from))

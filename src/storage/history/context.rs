@@ -2,20 +2,22 @@
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
+use std::panic::Location;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 
-use super::now_us;
 use super::snapshot::{Annotation, Frame, Stage};
 use super::stack::Stack;
+use super::{caller, now_us};
 use crate::device::{lock, profiler};
 
-/// Where in a program something happened: the call stack, and the names given to [`with_context`]. Two numbers: copying and
-/// storing it allocates nothing.
+/// Where in a program something happened: the call stack, the line that called the crate (see [`Caller`](super::Caller)), and the
+/// names given to [`with_context`]. Copying and storing it allocates nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Context {
     stack: Stack,
     names: Names,
+    caller: Option<&'static Location<'static>>,
 }
 
 /// The names a thread was inside of, as one number.
@@ -39,24 +41,33 @@ thread_local! {
 
 impl Context {
     /// Nothing is known: no stack, and outside of any [`with_context`].
-    pub const NONE: Context = Context { stack: Stack::NONE, names: Names::NONE };
+    pub const NONE: Context = Context { stack: Stack::NONE, names: Names::NONE, caller: None };
 
     /// The calling thread's names.
     pub fn current() -> Context {
-        Context { stack: Stack::NONE, names: Names::current() }
+        Context { names: Names::current(), ..Context::NONE }
     }
 
     /// The calling thread's names and its stack.
     #[inline]
     pub(super) fn with_stack() -> Context {
-        Context { stack: Stack::capture(), names: Names::current() }
+        Context { stack: Stack::capture(), ..Context::current() }
     }
 
-    /// The frames of the stack, the innermost first, without those of this crate and the standard library; then one frame
-    /// a name, the innermost first.
+    /// With the line that called the crate.
+    pub(super) fn with_caller(self) -> Context {
+        Context { caller: caller::current(), ..self }
+    }
+
+    /// The frames of the stack, the innermost first, without those of this crate and the standard library, or the line that
+    /// called the crate where no stack was captured; then one frame a name, the innermost first.
     pub fn frames(self) -> Arc<[Frame]> {
+        let mut frames = self.stack.frames();
+        if let Some(location) = self.caller {
+            caller::add_to(&mut frames, location);
+        }
         let name = |name| Frame { filename: String::new(), line: 0, name };
-        self.stack.frames().into_iter().chain(self.names.list().into_iter().map(name)).collect()
+        frames.into_iter().chain(self.names.list().into_iter().map(name)).collect()
     }
 
     /// The names joined by slashes, the outermost first; empty for none.
@@ -149,7 +160,7 @@ fn names_of(number: u32) -> Vec<String> {
     Names(number).list()
 }
 
-/// The number of histories that are recording. Spans are kept only while there are any.
+/// The number of histories that are recording. Spans and callers' lines are kept only while there are any.
 static RECORDING: AtomicUsize = AtomicUsize::new(0);
 
 /// Begins and ends of spans, of the whole process.
@@ -164,6 +175,11 @@ pub(super) fn count_recording(on: bool) {
     } else {
         RECORDING.fetch_sub(1, Ordering::Relaxed);
     }
+}
+
+#[inline]
+pub(super) fn is_recording() -> bool {
+    RECORDING.load(Ordering::Relaxed) != 0
 }
 
 /// Runs `f`; snapshots of every device show when it began and ended under `name` (PyTorch's `external_annotations`).
@@ -195,7 +211,7 @@ fn profiled<R>(name: &str, f: impl FnOnce() -> R) -> R {
 }
 
 fn in_history<R>(name: &str, f: impl FnOnce() -> R) -> R {
-    if RECORDING.load(Ordering::Relaxed) == 0 {
+    if !is_recording() {
         return f();
     }
     mark(name, Stage::Start);

@@ -9,8 +9,8 @@ use std::time::Duration;
 use super::snapshot::{BlockState, Frame, Snapshot, TraceAction};
 use super::summary::size;
 
-/// The blocks in use that were allocated at one place in the program: at a line of a function, or, where no stacks were
-/// recorded, under a name given to [`with_context`](super::with_context).
+/// The blocks in use that were allocated at one place in the program: at a line of a function, or, where no line is known, under a
+/// name given to [`with_context`](super::with_context).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LiveMemory {
     /// The stack that most of the bytes have; the innermost frame, the first, is that of all. Empty for blocks of which
@@ -123,7 +123,7 @@ impl Snapshot {
     }
 
     /// Blocks in use, grouped by the innermost frame of where they were allocated, the most bytes first: what leaks stands
-    /// out.
+    /// out. Without [`stacks`](super::HistoryOptions::stacks) that is the source line alone.
     ///
     /// ```
     /// use claystone::storage::HistoryOptions;
@@ -166,7 +166,13 @@ impl Snapshot {
         if sites.iter().all(|site| site.frames.is_empty()) {
             return Ok(());
         }
-        writeln!(f, "in use, by where it was allocated:\n{:>11} {:>8}", "bytes", "blocks")?;
+        // Without stacks there are lines alone.
+        let is_line = |frame: &Frame| frame.name.is_empty();
+        let by = match sites.iter().any(|site| site.frames.first().is_some_and(is_line)) {
+            true => "source line",
+            false => "where it was allocated",
+        };
+        writeln!(f, "in use, by {by}:\n{:>11} {:>8}", "bytes", "blocks")?;
         for LiveMemory { frames, bytes, blocks } in sites.iter().take(SITES) {
             let site = frames.first().map_or("unknown".into(), Frame::to_string);
             writeln!(f, "{:>11} {blocks:>8}  {site}", size(*bytes))?;
@@ -225,11 +231,11 @@ const CALLERS: usize = 3;
 /// `function (file:line)`, as far as they are known.
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)?;
-        match (self.filename.as_str(), self.line) {
-            ("", _) => Ok(()),
-            (file, 0) => write!(f, " ({file})"),
-            (file, line) => write!(f, " ({file}:{line})"),
+        match (self.name.as_str(), self.filename.as_str(), self.line) {
+            (name, "", _) => f.write_str(name),
+            ("", file, line) => write!(f, "{file}:{line}"),
+            (name, file, 0) => write!(f, "{name} ({file})"),
+            (name, file, line) => write!(f, "{name} ({file}:{line})"),
         }
     }
 }

@@ -5,9 +5,11 @@
 //! blocks at one moment beside that trace, in the form that PyTorch's memory viewer opens. A [`CsvLog`] writes the
 //! events in RMM's format.
 //!
-//! Events and live blocks carry the call stack that they come from. Programs may name what they do besides:
-//! [`with_context`] labels every event of a thread, and [`annotate`] marks a span of time.
+//! Events and live blocks carry the call stack that they come from, or without it the line of the program that allocated them
+//! ([`Caller`]). Programs may name what they do besides: [`with_context`] labels every event of a thread, and [`annotate`] marks
+//! a span of time.
 
+mod caller;
 mod check;
 mod collect;
 mod context;
@@ -28,6 +30,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+pub use caller::Caller;
 pub(crate) use collect::WithContexts;
 use context::Frames;
 pub use context::{Context, annotate, annotations, with_context};
@@ -53,14 +56,14 @@ pub struct HistoryOptions {
     /// Whether call stacks are captured where `context` says so. That takes a fraction of a microsecond an event, and some
     /// tens the first time a stack is met. Addresses are kept, of the innermost 64 frames; their functions, files and lines
     /// are looked up when a snapshot is taken. Lines need debug information, as by `debug = "line-tables-only"` in a profile
-    /// of `Cargo.toml`; without it there are the functions' names, and nothing in a program that was stripped. The process
-    /// keeps at most 65,536 different stacks, and what it had to leave out is counted in a snapshot's
+    /// of `Cargo.toml`; without it there are the functions' names, and the line of the innermost: which line of the program
+    /// allocated a block is known without stacks too, and in programs that were stripped ([`Caller`]). The process keeps at most 65,536 different stacks, and what it had to leave out is counted in a snapshot's
     /// `allocator_settings["stacks_lost"]`.
     ///
     /// Frames of this crate, the standard library, rayon and the test harness are left out, so that the innermost frame is
     /// the program's. What a closure or a method of the program does inside of an operation is the program's too.
     pub stacks: bool,
-    /// The number of latest events kept, of 40 bytes each, at least 1. PyTorch's default has no bound.
+    /// The number of latest events kept, of 48 bytes each, at least 1. PyTorch's default has no bound.
     pub max_entries: usize,
     /// Forget what was recorded before.
     pub clear_history: bool,
@@ -226,6 +229,8 @@ impl History {
             true => Context::current(),
             false => Context::NONE,
         };
+        // Blocks are often freed long after their last use: the line of a free says nothing.
+        let context = if allocates && (in_entry || in_block) { context.with_caller() } else { context };
         // The clock is read under the lock, so that times rise along the ring.
         let time_us = now_us();
         for &action in actions {

@@ -11,6 +11,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].
+    #[track_caller]
     pub fn cosine_embedding_loss(
         &self,
         other: &Tensor,
@@ -18,7 +19,7 @@ impl Tensor {
         margin: f64,
         reduction: LossReduction,
     ) -> Result<Tensor> {
-        let op = replaced!("cosine_embedding_loss", [self, other, target], margin, reduction);
+        replaced!(op = "cosine_embedding_loss", [self, other, target], margin, reduction);
         same_shape(op, &[self, other])?;
         mismatch!(op if self.rank() == 0 || target.shape().dims() != &self.shape().dims()[..self.rank() - 1],
             self, target, "the inputs are [N, D] and the target [N], or [D] and a scalar");
@@ -41,6 +42,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`]; [`Error::Invalid`] for a p that is not above 0.
+    #[track_caller]
     pub fn triplet_margin_loss(
         &self,
         positive: &Tensor,
@@ -50,7 +52,7 @@ impl Tensor {
         swap: bool,
         reduction: LossReduction,
     ) -> Result<Tensor> {
-        let op = replaced!("triplet_margin_loss", [self, positive, negative], margin, p, swap, reduction);
+        replaced!(op = "triplet_margin_loss", [self, positive, negative], margin, p, swap, reduction);
         same_shape(op, &[self, positive, negative])?;
         let far = |a: &Tensor, b: &Tensor| a.pairwise_distance(b, p, 1e-6, false);
         let each = || {

@@ -21,6 +21,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::cross_entropy_with`].
+    #[track_caller]
     pub fn cross_entropy(&self, target: &Tensor) -> Result<Tensor> {
         self.cross_entropy_with(target, CrossEntropy::default())
     }
@@ -39,7 +40,9 @@ impl Tensor {
     /// [`Error::Invalid`] for a smoothing outside `0..=1`. [`Error::IndexOutOfRange`] for a label outside `0..C`: on the CPU at
     /// once; on OpenCL from the next call of this thread that waits for the device (reading a value, `synchronize`), until
     /// which the loss is NaN (0 where it is weighted or smoothed) and the row's gradient zero.
+    #[track_caller]
     pub fn cross_entropy_with(&self, target: &Tensor, options: CrossEntropy) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "cross_entropy";
         self.dtype().check_float(op)?;
         cast_first!(widened(&[self])?, |x| x[0].cross_entropy_with(target, options));
@@ -83,7 +86,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::cross_entropy_with`]; [`Error::Invalid`] where labels are to be smoothed.
+    #[track_caller]
     pub fn nll_loss(&self, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "nll_loss";
         self.dtype().check_float(op)?;
         cast_first!(widened(&[self])?, |x| x[0].nll_loss(labels, options));

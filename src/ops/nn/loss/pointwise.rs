@@ -27,6 +27,7 @@ impl Tensor {
     /// # Errors
     /// [`crate::Error::ShapeMismatch`] for different shapes (nothing is broadcast), mismatching dtypes or devices, and
     /// [`crate::Error::UnsupportedDType`] for integers.
+    #[track_caller]
     pub fn mse_loss(&self, target: &Tensor) -> Result<Tensor> {
         self.mse_loss_with(target, LossReduction::Mean)
     }
@@ -35,6 +36,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].
+    #[track_caller]
     pub fn mse_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         replaced!("mse_loss", [self, target], reduction);
         losses_of_one_shape("mse_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).square())
@@ -44,6 +46,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].
+    #[track_caller]
     pub fn l1_loss(&self, target: &Tensor) -> Result<Tensor> {
         self.l1_loss_with(target, LossReduction::Mean)
     }
@@ -52,6 +55,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].
+    #[track_caller]
     pub fn l1_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         replaced!("l1_loss", [self, target], reduction);
         losses_of_one_shape("l1_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).abs())
@@ -62,8 +66,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`]; [`crate::Error::Invalid`] for a beta below 0.
+    #[track_caller]
     pub fn smooth_l1_loss(&self, target: &Tensor, beta: f64, reduction: LossReduction) -> Result<Tensor> {
-        let op = replaced!("smooth_l1_loss", [self, target], beta, reduction);
+        replaced!(op = "smooth_l1_loss", [self, target], beta, reduction);
         check_positive(op, "beta", beta, true)?;
         losses_of_one_shape(op, &[self, target], reduction, |x| {
             let error = &x[0] - &x[1];
@@ -78,8 +83,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`]; [`crate::Error::Invalid`] for a delta that is not above 0.
+    #[track_caller]
     pub fn huber_loss(&self, target: &Tensor, delta: f64, reduction: LossReduction) -> Result<Tensor> {
-        let op = replaced!("huber_loss", [self, target], delta, reduction);
+        replaced!(op = "huber_loss", [self, target], delta, reduction);
         check_positive(op, "delta", delta, false)?;
         losses_of_one_shape(op, &[self, target], reduction, |x| {
             let error = &x[0] - &x[1];
@@ -102,6 +108,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`]; the weight only has to broadcast.
+    #[track_caller]
     pub fn binary_cross_entropy(
         &self,
         target: &Tensor,
@@ -132,6 +139,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::binary_cross_entropy`].
+    #[track_caller]
     pub fn binary_cross_entropy_with_logits(
         &self,
         target: &Tensor,
@@ -158,6 +166,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].
+    #[track_caller]
     pub fn kl_div(&self, target: &Tensor, reduction: LossReduction, log_target: bool) -> Result<Tensor> {
         replaced!("kl_div", [self, target], reduction, log_target);
         losses_of_one_shape("kl_div", &[self, target], reduction, |e| {
@@ -175,6 +184,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].
+    #[track_caller]
     pub fn poisson_nll_loss(
         &self,
         target: &Tensor,
@@ -198,6 +208,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].
+    #[track_caller]
     pub fn gaussian_nll_loss(
         &self,
         target: &Tensor,
@@ -206,7 +217,7 @@ impl Tensor {
         eps: f64,
         reduction: LossReduction,
     ) -> Result<Tensor> {
-        let op = replaced!("gaussian_nll_loss", [self, target, var], full, eps, reduction);
+        replaced!(op = "gaussian_nll_loss", [self, target, var], full, eps, reduction);
         same_shape(op, &[self, target])?;
         losses(op, &[self, target, var], reduction, |e| {
             let var = e[2].lt(eps).select(eps, &e[2]);
@@ -219,6 +230,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].
+    #[track_caller]
     pub fn soft_margin_loss(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         replaced!("soft_margin_loss", [self, target], reduction);
         losses_of_one_shape("soft_margin_loss", &[self, target], reduction, |e| -(&e[0] * &e[1]).logsigmoid())
@@ -229,6 +241,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].
+    #[track_caller]
     pub fn hinge_embedding_loss(&self, target: &Tensor, margin: f64, reduction: LossReduction) -> Result<Tensor> {
         replaced!("hinge_embedding_loss", [self, target], margin, reduction);
         losses_of_one_shape("hinge_embedding_loss", &[self, target], reduction, |e| {
@@ -243,6 +256,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mse_loss`].
+    #[track_caller]
     pub fn margin_ranking_loss(
         &self,
         other: &Tensor,

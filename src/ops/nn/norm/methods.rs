@@ -81,6 +81,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`], [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
     pub fn layer_norm(
         &self,
         normalized_shape: &[usize],
@@ -88,6 +89,7 @@ impl Tensor {
         bias: Option<&Tensor>,
         eps: f64,
     ) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "layer_norm";
         let inputs = given(self, weight, bias);
         if let Some((wide, dtype)) = in_f32(&inputs)? {
@@ -107,7 +109,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::layer_norm`].
+    #[track_caller]
     pub fn rms_norm(&self, normalized_shape: &[usize], weight: Option<&Tensor>, eps: Option<f64>) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "rms_norm";
         let inputs = given(self, weight, None);
         cast_first!(widened(&inputs)?, |x| x[0].rms_norm(normalized_shape, rest(x, weight, None).0, eps));
@@ -129,6 +133,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::layer_norm`]; [`Error::Invalid`] where the groups do not divide the channels.
+    #[track_caller]
     pub fn group_norm(
         &self,
         groups: usize,
@@ -136,6 +141,7 @@ impl Tensor {
         bias: Option<&Tensor>,
         eps: f64,
     ) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "group_norm";
         let inputs = given(self, weight, bias);
         if let Some((wide, dtype)) = in_f32(&inputs)? {
@@ -157,7 +163,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::layer_norm`].
+    #[track_caller]
     pub fn instance_norm(&self, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "instance_norm";
         replaced!(op, [Some(self), weight, bias], eps);
         check_channels(op, self, &[weight, bias])?;
@@ -180,7 +188,9 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::layer_norm`]; [`Error::Invalid`] without running statistics where not training, and in training for
     /// channels of one element.
+    #[track_caller]
     pub fn batch_norm(&self, options: BatchNormOptions) -> Result<Tensor> {
+        let _caller = Caller::enter();
         let op = "batch_norm";
         let BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps } = options;
         let inputs = given(self, weight, bias);
@@ -248,6 +258,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`]; [`Error::Invalid`] for a p that is not above 0.
+    #[track_caller]
     pub fn normalize(&self, p: f64, dim: isize, eps: f64) -> Result<Tensor> {
         let op = "normalize";
         self.dtype.check_float(op)?;

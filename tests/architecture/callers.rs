@@ -1,0 +1,62 @@
+//! Methods that give new tensors are `#[track_caller]`. (Those that macros make are seen by tests/allocator/callers.rs.)
+
+use syn::visit::{Visit, visit_return_type, visit_type, visit_type_reference};
+use syn::{ImplItem, ImplItemFn, Item, PathSegment, TypeReference, Visibility};
+
+/// Files whose methods make tensors; those of the other files of tensor/ are views.
+const MAKERS: [&str; 4] = ["src/ops/", "src/tensor/create.rs", "src/tensor/bytes.rs", "src/tensor/convert.rs"];
+
+/// Methods that give another handle on memory that is there already.
+const HANDLES: [&str; 2] = ["positive", "from_storage"];
+
+/// The public methods of `Tensor` in a file that give new tensors, without the attribute.
+pub fn untracked(file: &str, text: &str) -> Vec<String> {
+    if !file.ends_with(".rs") || !MAKERS.iter().any(|maker| file.starts_with(maker)) {
+        return Vec::new();
+    }
+    let parsed = syn::parse_file(text).unwrap_or_else(|e| panic!("{file}: {e}"));
+    let of_tensors = parsed.items.into_iter().filter_map(|item| match item {
+        Item::Impl(block) if block.trait_.is_none() => {
+            let mut of = Words::default();
+            visit_type(&mut of, &block.self_ty);
+            of.tensor.then_some(block.items)
+        }
+        _ => None,
+    });
+    let methods = of_tensors.flatten().filter_map(|item| match item {
+        ImplItem::Fn(method) => Some(method),
+        _ => None,
+    });
+    let untracked = methods.filter(|method| makes_tensors(method) && !is_tracked(method));
+    untracked.map(|method| format!("{file}: {}", method.sig.ident)).collect()
+}
+
+fn makes_tensors(method: &ImplItemFn) -> bool {
+    let mut given = Words::default();
+    visit_return_type(&mut given, &method.sig.output);
+    let handle = HANDLES.iter().any(|name| method.sig.ident == name);
+    matches!(method.vis, Visibility::Public(_)) && given.tensor && !given.reference && !handle
+}
+
+fn is_tracked(method: &ImplItemFn) -> bool {
+    method.attrs.iter().any(|attribute| attribute.path().is_ident("track_caller"))
+}
+
+/// What a type is made of.
+#[derive(Default)]
+struct Words {
+    tensor: bool,
+    reference: bool,
+}
+
+impl<'ast> Visit<'ast> for Words {
+    fn visit_path_segment(&mut self, segment: &'ast PathSegment) {
+        self.tensor |= segment.ident == "Tensor";
+        syn::visit::visit_path_segment(self, segment);
+    }
+
+    fn visit_type_reference(&mut self, reference: &'ast TypeReference) {
+        self.reference = true;
+        visit_type_reference(self, reference);
+    }
+}
