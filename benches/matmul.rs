@@ -1,5 +1,8 @@
 //! Products of square matrices, checked against f64 in places, then timed: a line of JSON each, like
 //! `matmul_torch.py` beside this file. `cargo bench --bench matmul -- --help`.
+//!
+//! With `--halves` it is products in f32, bf16 and f16 in turns, of few rows, square, and batches of small ones, with the medians of
+//! the turns' ratios to f32; `matmul_torch.py halves` prints the same of PyTorch on the CPU.
 
 use std::time::Instant;
 
@@ -21,6 +24,9 @@ struct Args {
     /// Of f32: highest, high, medium.
     #[arg(long, default_value = "highest")]
     precision: String,
+    /// Halves beside f32 instead, in turns.
+    #[arg(long)]
+    halves: bool,
     #[arg(long, hide = true)]
     bench: bool, // what cargo adds
 }
@@ -29,6 +35,9 @@ fn main() -> Result<()> {
     let args = Args::parse();
     set_float32_matmul_precision(&args.precision)?;
     let device = args.device.unwrap_or_else(Device::best);
+    if args.halves {
+        return HALVES.iter().try_for_each(|&case| halves(case, device));
+    }
     for name in &args.dtypes {
         let dtype = match name.as_str() {
             "f16" => DType::F16,
@@ -81,4 +90,57 @@ fn time(f: impl Fn() -> Result<Tensor>, device: Device) -> Result<f64> {
     let mut samples = (0..7).map(|_| row(count)).collect::<Result<Vec<f64>>>()?;
     samples.sort_by(f64::total_cmp);
     Ok(samples[3])
+}
+
+/// A batch of products of `[m, k]` and `[k, n]`, the right ones laid out as `[n, k]` where that is said.
+type Case = (usize, [usize; 3], bool);
+
+const HALVES: [Case; 10] = [
+    (1, [1, 4096, 4096], false),
+    (1, [1, 4096, 4096], true), // a weight, as layers have it: decoding
+    (1, [4, 4096, 4096], false),
+    (1, [4, 4096, 4096], true),
+    (1, [512, 512, 512], false),
+    (1, [512, 512, 512], true),
+    (1, [2048, 2048, 2048], false),
+    (512, [1, 64, 64], true), // the scores of one query in each of many heads
+    (512, [1, 64, 64], false),
+    (512, [4, 64, 64], false),
+];
+
+/// Products of one case in f32, bf16 and f16 in turns.
+fn halves((batch, [m, k, n], turned): Case, device: Device) -> Result<()> {
+    const TURNS: usize = 31;
+    manual_seed(1);
+    let right = if turned { [batch, n, k] } else { [batch, k, n] };
+    let operands = [DType::F32, DType::BF16, DType::F16].map(|dtype| -> Result<(Tensor, Tensor)> {
+        let (a, b) = (Tensor::randn(&[batch, m, k], device)?, Tensor::randn(&right, device)?);
+        Ok((a.to_dtype(dtype)?, if turned { b.to_dtype(dtype)?.transpose(1, 2)? } else { b.to_dtype(dtype)? }))
+    });
+    let operands = operands.into_iter().collect::<Result<Vec<_>>>()?;
+    let turn = |(a, b): &(Tensor, Tensor), count: usize| -> Result<f64> {
+        let start = Instant::now();
+        for _ in 0..count {
+            a.matmul(b)?;
+        }
+        device.synchronize()?;
+        Ok(start.elapsed().as_secs_f64() / count as f64)
+    };
+    operands.iter().try_for_each(|of| turn(of, 3).map(drop))?;
+    let count = ((0.01 / turn(&operands[0], 3)?) as usize).clamp(1, 1000);
+    let turns =
+        (0..TURNS).map(|_| operands.iter().map(|of| turn(of, count)).collect()).collect::<Result<Vec<Vec<f64>>>>()?;
+    let median = |f: &dyn Fn(&[f64]) -> f64| {
+        let mut values: Vec<f64> = turns.iter().map(|turn| f(turn)).collect();
+        values.sort_by(f64::total_cmp);
+        (values[TURNS / 2] * 1000.0).round() / 1000.0
+    };
+    let [us, bf16, f16] = [median(&|t| t[0] * 1e6), median(&|t| t[1] / t[0]), median(&|t| t[2] / t[0])];
+    let b = if turned { "[n, k]" } else { "[k, n]" };
+    println!(
+        "{}",
+        json!({ "peer": "claystone", "device": device.to_string(), "case": "halves", "batch": batch, "m": m, "k": k, "n": n,
+                "b": b, "f32_us": us, "bf16_over_f32": bf16, "f16_over_f32": f16, "bf16_us": median(&|t| t[1] * 1e6) })
+    );
+    Ok(())
 }

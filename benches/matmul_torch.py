@@ -1,5 +1,9 @@
-"""What matmul.rs does, by PyTorch on a CUDA device: the same sizes, the same timing, the same lines of JSON."""
+"""What matmul.rs does, by PyTorch on a CUDA device: the same sizes, the same timing, the same lines of JSON. `matmul_torch.py halves`
+does what its `--halves` does, on the CPU, with one thread unless OMP_NUM_THREADS says otherwise."""
 import json
+import os
+import statistics
+import sys
 import time
 
 import torch
@@ -18,6 +22,40 @@ def seconds(f):
     return sorted(row(count) for _ in range(7))[3]
 
 
+def halves():
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_grad_enabled(False)
+    square = [(1, n, n, n, turned) for n in (512, 2048) for turned in (False, True)][:3]
+    few = [(1, m, 4096, 4096, turned) for m in (1, 4) for turned in (False, True)]
+    for batch, m, k, n, turned in few + square + [(512, 1, 64, 64, True), (512, 1, 64, 64, False), (512, 4, 64, 64, False)]:
+        a, b = torch.randn(batch, m, k), torch.randn(batch, *((n, k) if turned else (k, n)))
+        operands = []
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            left, right = a.to(dtype), b.to(dtype)
+            right = right.transpose(1, 2) if turned else right
+            operands.append((left, right) if batch > 1 else (left[0], right[0]))
+
+        def turn(of, count):
+            start = time.perf_counter()
+            for _ in range(count):
+                of[0] @ of[1]
+            return (time.perf_counter() - start) / count
+
+        for of in operands:
+            turn(of, 3)
+        count = min(max(int(0.01 / turn(operands[0], 3)), 1), 1000)
+        turns = [[turn(of, count) for of in operands] for _ in range(31)]
+        line = {"peer": "torch", "device": "cpu", "case": "halves", "batch": batch, "m": m, "k": k, "n": n,
+                "b": "[n, k]" if turned else "[k, n]", "f32_us": round(statistics.median(t[0] for t in turns) * 1e6, 3)}
+        for i, name in ((1, "bf16"), (2, "f16")):
+            line[f"{name}_over_f32"] = round(statistics.median(t[i] / t[0] for t in turns), 3)
+        line["bf16_us"] = round(statistics.median(t[1] for t in turns) * 1e6, 3)
+        print(json.dumps(line), flush=True)
+
+
+if sys.argv[1:] == ["halves"]:
+    halves()
+    sys.exit()
 for name, dtype in [("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)]:
     for n in [1024, 2048, 4096, 8192]:
         a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))

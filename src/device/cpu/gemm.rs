@@ -209,6 +209,8 @@ pub(crate) fn gemm_f32(
 ) -> Result<()> {
     let mut places = places.peekable();
     #[cfg(target_arch = "x86_64")]
+    let mut rows = Vec::new();
+    #[cfg(target_arch = "x86_64")]
     while let Some([place_a, place_b, place]) = places.peek().copied()
         && let Some(transposed) = few::fits(size, place_a, place_b)
     {
@@ -216,7 +218,7 @@ pub(crate) fn gemm_f32(
         let start = out.as_mut_ptr().wrapping_add(place.offset);
         let to = matrix::Matrix { start, row: place.row, col: place.col };
         // SAFETY: as below.
-        unsafe { few::product(size, transposed, to, a.matrix(place_a), b.matrix(place_b)) };
+        unsafe { few::product(size, transposed, to, a.matrix(place_a), b.matrix(place_b), &mut rows) };
         places.next();
     }
     if places.peek().is_none() {

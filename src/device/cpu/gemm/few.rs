@@ -2,6 +2,7 @@
 //! registers, because such a product takes as long as that does.
 
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use half::{bf16, f16};
@@ -48,18 +49,42 @@ widen! {
     V16 of bf16: at => V16(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast())))));
 }
 
-/// The right matrix, `k` rows, and the left one, `M` rows of `k` elements one after another.
+/// The right matrix, `k` rows, the left one, `M` rows of `k` elements one after another, which are `row` elements apart, and the result.
 struct Operands<T> {
     k: usize,
     a: *const f32,
+    row: isize,
     b: Matrix<*const T>,
+    out: Matrix<*mut f32>,
 }
 
-// SAFETY: threads read what is there.
+impl<T> Operands<T> {
+    /// Element `p` of row `i` of the left matrix.
+    ///
+    /// # Safety
+    /// It is one.
+    #[inline(always)]
+    unsafe fn left(&self, i: usize, p: usize) -> *const f32 {
+        // SAFETY: the caller's promise.
+        unsafe { self.a.offset(i as isize * self.row).add(p) }
+    }
+
+    /// Writes an element of the result.
+    ///
+    /// # Safety
+    /// It is one, and nobody else uses it.
+    #[inline(always)]
+    unsafe fn write(&self, i: usize, j: usize, sum: f32) {
+        // SAFETY: the caller's promise.
+        unsafe { *self.out.start.offset(i as isize * self.out.row + j as isize * self.out.col) = sum }
+    }
+}
+
+// SAFETY: threads read what is there, and write elements of their own.
 unsafe impl<T> Sync for Operands<T> {}
 
-/// Computes some columns of the result, and calls the function with the row, the column and the sum of each.
-type Columns<T> = unsafe fn(&Operands<T>, Range<usize>, &mut dyn FnMut(usize, usize, f32));
+/// Computes some columns of the result.
+type Columns<T> = unsafe fn(&Operands<T>, Range<usize>);
 
 /// Whether there are kernels for a product: where its result has few rows, or columns, then it is to be transposed, and the rows or the
 /// columns of the other matrix are contiguous.
@@ -77,7 +102,8 @@ pub(super) fn fits((m, n, k): (usize, usize, usize), a: Place, b: Place) -> Opti
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Transposed(bool);
 
-/// `out = a b` for an `m` x `k` and a `k` x `n` matrix, as it [fits].
+/// `out = a b` for an `m` x `k` and a `k` x `n` matrix, as it [fits]. `rows` is memory for the rows of `a`, which are widened there
+/// where they are not in f32 and contiguous: a batch of small products has it once.
 ///
 /// # Safety
 /// The elements of all three are in memory that lives through the call. Nobody writes to those of the operands, nobody else uses those
@@ -88,6 +114,7 @@ pub(super) unsafe fn product(
     out: Matrix<*mut f32>,
     a: Matrix<Start>,
     b: Matrix<Start>,
+    rows: &mut Vec<f32>,
 ) {
     let ((m, n), out, a, b) = match transposed {
         true => ((n, m), out.transposed(), b.transposed(), a.transposed()),
@@ -95,11 +122,14 @@ pub(super) unsafe fn product(
     };
     // SAFETY: the caller's promise.
     unsafe {
-        let rows = widened((m, k), a);
+        let (a, row) = match a.start {
+            Start::F32(start) if a.col == 1 => (start, a.row),
+            _ => (widened((m, k), a, rows), k as isize),
+        };
         macro_rules! of {
             ($start:ident) => {{
-                let operands = Operands { k, a: rows.as_ptr(), b: Matrix { start: $start, row: b.row, col: b.col } };
-                compute((m, n), out, &operands);
+                let operands = Operands { k, a, row, b: Matrix { start: $start, row: b.row, col: b.col }, out };
+                compute((m, n), &operands);
             }};
         }
         match b.start {
@@ -110,12 +140,13 @@ pub(super) unsafe fn product(
     }
 }
 
-/// Its elements, row by row.
+/// Its elements, row by row, in `rows`.
 ///
 /// # Safety
 /// They are there to be read.
-unsafe fn widened((m, k): (usize, usize), a: Matrix<Start>) -> Vec<f32> {
-    let mut rows = Vec::with_capacity(m * k);
+unsafe fn widened((m, k): (usize, usize), a: Matrix<Start>, rows: &mut Vec<f32>) -> *const f32 {
+    rows.clear();
+    rows.reserve(m * k);
     for i in 0..m as isize {
         let at = |p: usize| i * a.row + p as isize * a.col;
         // SAFETY: the caller's promise.
@@ -129,30 +160,21 @@ unsafe fn widened((m, k): (usize, usize), a: Matrix<Start>) -> Vec<f32> {
             }
         }
     }
-    rows
+    rows.as_ptr()
 }
 
 /// # Safety
 /// As [`product`]; the processor has AVX2, FMA and F16C.
-unsafe fn compute<T: Copy + Into<f32>>((m, n): (usize, usize), out: Matrix<*mut f32>, operands: &Operands<T>)
+unsafe fn compute<T: Copy + Into<f32>>((m, n): (usize, usize), operands: &Operands<T>)
 where
     V8: Widen<T>,
     V16: Widen<T>,
 {
-    struct To(Matrix<*mut f32>);
-    // SAFETY: threads write elements of their own.
-    unsafe impl Sync for To {}
     let kernel = kernel::<T>(m, operands.b.col != 1);
-    let to = To(out);
     let pieces = if alone((m, n, operands.k)) { 1 } else { threads() };
     each_piece((m, n), (1, pieces), |_, columns| {
-        let to = &to;
-        // SAFETY: the columns are the right matrix's; elements (i, j) are the result's, and each is written by one thread.
-        unsafe {
-            kernel(operands, columns, &mut |i, j, sum| {
-                *to.0.start.offset(i as isize * to.0.row + j as isize * to.0.col) = sum;
-            });
-        }
+        // SAFETY: the columns are the right matrix's and the result's, where each is written by one thread.
+        unsafe { kernel(operands, columns) };
     });
 }
 
@@ -181,29 +203,23 @@ macro_rules! kernels {
         /// # Safety
         /// As [`dots`].
         #[target_feature(enable = $feature)]
-        unsafe fn $dots<T: Copy + Into<f32>, const M: usize>(
-            x: &Operands<T>,
-            columns: Range<usize>,
-            each: &mut dyn FnMut(usize, usize, f32),
-        ) where
+        unsafe fn $dots<T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>)
+        where
             $vector: Widen<T>,
         {
             // SAFETY: the caller's promise.
-            unsafe { dots::<$vector, T, M>(x, columns, each) }
+            unsafe { dots::<$vector, T, M>(x, columns) }
         }
 
         /// # Safety
         /// As [`rows`].
         #[target_feature(enable = $feature)]
-        unsafe fn $rows<T: Copy + Into<f32>, const M: usize>(
-            x: &Operands<T>,
-            columns: Range<usize>,
-            each: &mut dyn FnMut(usize, usize, f32),
-        ) where
+        unsafe fn $rows<T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>)
+        where
             $vector: Widen<T>,
         {
             // SAFETY: the caller's promise.
-            unsafe { rows::<$vector, T, M>(x, columns, each) }
+            unsafe { rows::<$vector, T, M>(x, columns) }
         }
     };
 }
@@ -214,21 +230,17 @@ kernels!("avx512f", V16: dots_16 rows_16);
 /// A right matrix whose columns are contiguous: dot products, of four columns at a time.
 ///
 /// # Safety
-/// The columns are the right matrix's, whose elements are there to be read like those of `M` rows of the left one. The processor has
-/// the vector's instructions.
+/// The columns are the right matrix's, whose elements are there to be read like those of `M` rows of the left one, and nobody else uses
+/// the result's. The processor has the vector's instructions.
 #[inline(always)]
-unsafe fn dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(
-    x: &Operands<T>,
-    columns: Range<usize>,
-    each: &mut dyn FnMut(usize, usize, f32),
-) {
+unsafe fn dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>) {
     let mut j = columns.start;
     while j < columns.end {
         // SAFETY: the caller's promise.
         unsafe {
             j += match columns.end - j {
-                0..4 => some_dots::<V, T, M, 1>(x, j, each),
-                _ => some_dots::<V, T, M, 4>(x, j, each),
+                0..4 => some_dots::<V, T, M, 1>(x, j),
+                _ => some_dots::<V, T, M, 4>(x, j),
             };
         }
     }
@@ -242,7 +254,6 @@ unsafe fn dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(
 unsafe fn some_dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N: usize>(
     x: &Operands<T>,
     j: usize,
-    each: &mut dyn FnMut(usize, usize, f32),
 ) -> usize {
     let whole = x.k / V::LANES * V::LANES;
     // SAFETY: the caller's promise.
@@ -250,7 +261,7 @@ unsafe fn some_dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N: u
         let column = |c: usize| x.b.start.offset((j + c) as isize * x.b.col);
         let mut sums = [[V::zero(); M]; N];
         for p in (0..whole).step_by(V::LANES) {
-            let rows: [V; M] = std::array::from_fn(|i| V::load(x.a.add(i * x.k + p)));
+            let rows: [V; M] = std::array::from_fn(|i| V::load(x.left(i, p)));
             for (c, sums) in sums.iter_mut().enumerate() {
                 let y = V::widen(column(c).add(p));
                 for (sum, row) in sums.iter_mut().zip(rows) {
@@ -262,8 +273,8 @@ unsafe fn some_dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N: u
             for (i, sum) in sums.into_iter().enumerate() {
                 let mut lanes = [0f32; 16];
                 sum.store(lanes.as_mut_ptr());
-                let rest = (whole..x.k).map(|p| *x.a.add(i * x.k + p) * (*column(c).add(p)).into());
-                each(i, j + c, lanes.iter().sum::<f32>() + rest.sum::<f32>());
+                let rest = (whole..x.k).map(|p| *x.left(i, p) * (*column(c).add(p)).into());
+                x.write(i, j + c, lanes.iter().sum::<f32>() + rest.sum::<f32>());
             }
         }
     }
@@ -275,25 +286,23 @@ unsafe fn some_dots<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const N: u
 /// # Safety
 /// As [`dots`].
 #[inline(always)]
-unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(
-    x: &Operands<T>,
-    columns: Range<usize>,
-    each: &mut dyn FnMut(usize, usize, f32),
-) {
+unsafe fn rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize>(x: &Operands<T>, columns: Range<usize>) {
     let stretch = SUMS / M / V::LANES * V::LANES;
-    let mut sums = [0f32; SUMS];
+    // Not zeros: a small product needs few of them.
+    let mut sums = [const { MaybeUninit::<f32>::uninit() }; SUMS];
     for first in columns.clone().step_by(stretch) {
         let n = stretch.min(columns.end - first);
         let sums = &mut sums[..M * n];
-        sums.fill(0.0);
-        // SAFETY: the caller's promise.
+        sums.fill(MaybeUninit::new(0.0));
+        // SAFETY: they were written; for the rest the caller's promise.
         unsafe {
+            let sums = &mut *(&raw mut *sums as *mut [f32]);
             let whole = x.k / STEPS * STEPS;
             (0..whole).step_by(STEPS).for_each(|p| some_rows::<V, T, M, STEPS>(x, p, (first, n), sums.as_mut_ptr()));
             (whole..x.k).for_each(|p| some_rows::<V, T, M, 1>(x, p, (first, n), sums.as_mut_ptr()));
-        }
-        for (i, sums) in sums.chunks_exact(n).enumerate() {
-            sums.iter().enumerate().for_each(|(j, sum)| each(i, first + j, *sum));
+            for (i, sums) in sums.chunks_exact(n).enumerate() {
+                sums.iter().enumerate().for_each(|(j, sum)| x.write(i, first + j, *sum));
+            }
         }
     }
 }
@@ -319,14 +328,14 @@ unsafe fn some_rows<V: Widen<T>, T: Copy + Into<f32>, const M: usize, const S: u
                 let at = sums.add(i * n + j);
                 let mut sum = V::load(at);
                 for (s, row) in rows.into_iter().enumerate() {
-                    sum = sum.add_product(V::splat(x.a.add(i * x.k + p + s)), row);
+                    sum = sum.add_product(V::splat(x.left(i, p + s)), row);
                 }
                 sum.store(at);
             }
         }
         for j in whole..n {
             for (i, s) in (0..M).flat_map(|i| (0..S).map(move |s| (i, s))) {
-                *sums.add(i * n + j) += *x.a.add(i * x.k + p + s) * (*row(s).add(j)).into();
+                *sums.add(i * n + j) += *x.left(i, p + s) * (*row(s).add(j)).into();
             }
         }
     }
@@ -354,9 +363,11 @@ mod tests {
             let b: Vec<T> = (0..n * k).map(|i| convert(number(i + 5))).collect();
             let run = |kernel: Columns<T>, row: isize, col: isize| {
                 let mut out = vec![f32::NAN; 3 * n];
-                let operands = Operands { k, a: a.as_ptr(), b: Matrix { start: b.as_ptr(), row, col } };
+                let to = Matrix { start: out.as_mut_ptr(), row: n as isize, col: 1 };
+                let b = Matrix { start: b.as_ptr(), row, col };
+                let operands = Operands { k, a: a.as_ptr(), row: k as isize, b, out: to };
                 // SAFETY: the matrices are in the vectors, and the processor has the instructions.
-                unsafe { kernel(&operands, 0..n, &mut |i, j, sum| out[i * n + j] = sum) };
+                unsafe { kernel(&operands, 0..n) };
                 out
             };
             for (short, long) in [
