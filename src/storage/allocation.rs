@@ -50,6 +50,7 @@ impl Drop for Storage {
         if let Some(allocation) = alone(&mut shared) {
             allocation.backing = Backing::Empty;
             allocation.derived.clear();
+            allocation.attachment.clear();
             let _ = SPARE.try_with(|spare| {
                 let mut spare = spare.borrow_mut();
                 if spare.len() < SPARES {

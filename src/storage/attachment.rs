@@ -30,6 +30,14 @@ impl Attachment {
         self.present.load(Ordering::Acquire)
     }
 
+    /// The storage is gone.
+    #[inline]
+    pub(super) fn clear(&mut self) {
+        if *self.present.get_mut() {
+            drop(self.take());
+        }
+    }
+
     fn take(&self) -> Option<Value> {
         let mut value = lock(&self.value);
         self.present.store(false, Ordering::Release);
@@ -46,20 +54,14 @@ pub(super) fn released(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
 
 #[cold]
 fn drop_handle(shared: Arc<Allocation>) -> Option<Arc<Allocation>> {
-    let (last, gone) = {
-        let _drops = lock(&DROPS);
-        let others = Arc::strong_count(&shared) - 1;
-        let only_saved = others <= shared.attachment.saved.load(Ordering::Acquire);
-        let gone = if only_saved { shared.attachment.take() } else { None };
-        let last = if others == 0 {
-            Some(shared)
-        } else {
-            drop(shared);
-            None
-        };
-        (last, gone)
-    };
-    drop(gone); // not under the lock: it may hold the last handles on other storages
+    let drops = lock(&DROPS);
+    let others = Arc::strong_count(&shared) - 1;
+    let only_saved = others <= shared.attachment.saved.load(Ordering::Acquire);
+    let gone = if only_saved { shared.attachment.take() } else { None };
+    // A handle that was dropped while the attachment was made does not wait for the lock: this may be the last one now.
+    let (last, allocation) = if others == 0 { (Some(shared), None) } else { (None, Arc::into_inner(shared)) };
+    drop(drops);
+    drop((gone, allocation)); // they may hold the last handles on other storages
     last
 }
 
