@@ -84,7 +84,7 @@ fn an_operator_panics_at_the_line_of_its_caller() {
         (line!(), &|| drop(&a + &b)),
         (line!(), &|| drop(a.shallow_clone() * &b)),
         (line!(), &|| a.shallow_clone().sub_assign(&b)),
-        (line!(), &|| drop(a.i(0).unwrap().unsqueeze(0).unwrap().expand(&[1 << 60, 3]).unwrap().clone())),
+        (line!(), &|| drop(a.i(0).unwrap().unsqueeze(0).unwrap().expand(&[1_usize << 60, 3]).unwrap().clone())),
     ];
     let named = operations.map(|(line, operation)| {
         let panicked = std::panic::catch_unwind(AssertUnwindSafe(operation)).is_err();
