@@ -1,6 +1,6 @@
 //! The engine of the backward pass: a heap of nodes ordered by age.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BinaryHeap, HashMap};
 use std::sync::Arc;
 
@@ -13,6 +13,76 @@ use super::{Gradients, autocast, enable_grad, modes, no_grad};
 use crate::device::profiler::{self, Kind};
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{Error, Result, Tensor};
+
+thread_local! {
+    /// What is to be done when the backward pass under way on this thread has ended; None where none is.
+    static CALLBACKS: RefCell<Option<Vec<Callback>>> = const { RefCell::new(None) };
+}
+
+type Callback = Box<dyn FnOnce() -> Result<()>>;
+
+/// A backward pass under way, or one inside of another.
+struct Callbacks {
+    is_outermost: bool,
+}
+
+impl Callbacks {
+    fn begin() -> Callbacks {
+        CALLBACKS.with_borrow_mut(|callbacks| {
+            let is_outermost = callbacks.is_none();
+            callbacks.get_or_insert_default();
+            Callbacks { is_outermost }
+        })
+    }
+
+    /// Calls what was queued. Nothing of a pass that failed is called.
+    fn run(self) -> Result<()> {
+        let queued = match self.is_outermost {
+            true => CALLBACKS.with_borrow_mut(Option::take).unwrap_or_default(),
+            false => Vec::new(),
+        };
+        no_grad(|| queued.into_iter().try_for_each(|callback| callback()))
+    }
+}
+
+impl Drop for Callbacks {
+    fn drop(&mut self) {
+        if self.is_outermost {
+            CALLBACKS.take();
+        }
+    }
+}
+
+/// Has `f` called once when the backward pass ends that is under way on this thread: hooks call this (PyTorch's
+/// `Variable._execution_engine.queue_callback`). Its error is that of the pass. If the pass fails it is not called.
+///
+/// ```
+/// use claystone::{Device, Tensor, autograd};
+/// use std::sync::{Arc, atomic::{AtomicBool, Ordering::Relaxed}};
+/// let (w, over) = (Tensor::ones(2, Device::Cpu)?.requires_grad_(true)?, Arc::new(AtomicBool::new(false)));
+/// let flag = over.clone();
+/// w.register_post_accumulate_grad_hook(move |_grad| {
+///     let flag = flag.clone();
+///     autograd::queue_callback(move || Ok(flag.store(true, Relaxed)))
+/// })?;
+/// w.sum((), false)?.backward()?;
+/// assert!(over.load(Relaxed));
+/// assert!(autograd::queue_callback(|| Ok(())).is_err(), "no backward is under way");
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Autograd`] where no backward pass is under way on this thread.
+pub fn queue_callback(f: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
+    let reason = "no backward pass is under way on this thread: call it in a hook";
+    CALLBACKS.with_borrow_mut(|callbacks| match callbacks {
+        Some(callbacks) => {
+            callbacks.push(Box::new(f));
+            Ok(())
+        }
+        None => Err(Error::Autograd { op: "queue_callback", reason: reason.into() }),
+    })
+}
 
 /// A node waiting in the heap, ordered by age.
 struct Pending(Arc<Node>);
@@ -71,8 +141,10 @@ impl Engine {
             false => no_grad(|| self.traverse(seeds)),
         };
         // In the dtypes of forward, wherever backward is called. What it reads is read once, and no image is worth while.
-        with_memory_mode(MemoryMode::Buffer, || autocast(None, traverse))
-            .map_err(|e| if self.collected.get() { e.in_part("backward") } else { e })
+        let outermost = Callbacks::begin();
+        let captured = with_memory_mode(MemoryMode::Buffer, || autocast(None, traverse));
+        let ended = captured.and_then(|captured| outermost.run().map(|()| captured));
+        ended.map_err(|e| if self.collected.get() { e.in_part("backward") } else { e })
     }
 
     fn traverse(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
@@ -158,6 +230,11 @@ impl Engine {
                 leaf.grad = Some(accumulate(leaf, grad)?);
                 leaf.lent &= !in_slot;
                 self.collected.set(true);
+                if !leaf.collected.is_empty() {
+                    let (hooks, grad) = (leaf.collected.clone(), leaf.grad.as_ref().map(Tensor::shallow_clone));
+                    drop(state); // a hook may look at the leaf
+                    hooks.iter().try_for_each(|(_, hook)| grad.iter().try_for_each(|grad| hook(grad)))?;
+                }
             }
             return Ok(None);
         }

@@ -3,9 +3,12 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
-use super::node::Node;
+use super::node::{Node, State};
 use crate::device::lock;
 use crate::{Error, Result, Tensor};
+
+/// What is called with the gradient that a leaf has collected.
+pub(super) type Collected = Arc<dyn Fn(&Tensor) -> Result<()> + Send + Sync>;
 
 type Hook = Arc<dyn Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync>;
 
@@ -76,8 +79,16 @@ impl HookHandle {
     pub fn remove(self) {
         if let Some(node) = self.node.upgrade() {
             lock(&node.hooks_or_new().hooks).retain(|(id, _)| *id != self.id);
+            if let State::Leaf(leaf) = &mut *node.state() {
+                leaf.collected.retain(|(id, _)| *id != self.id);
+            }
         }
     }
+}
+
+fn next_id() -> u64 {
+    static ID: AtomicU64 = AtomicU64::new(0);
+    ID.fetch_add(1, Ordering::Relaxed)
 }
 
 impl Tensor {
@@ -102,11 +113,34 @@ impl Tensor {
         &self,
         hook: impl Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
     ) -> Result<HookHandle> {
-        static ID: AtomicU64 = AtomicU64::new(0);
         let node = self.tracked("register_hook")?;
-        let id = ID.fetch_add(1, Ordering::Relaxed);
+        let id = next_id();
         lock(&node.hooks_or_new().hooks).push((id, Arc::new(hook)));
         Ok(HookHandle { node: Arc::downgrade(&node), id })
+    }
+
+    /// Calls `hook` with the gradient of this leaf, each time a backward has added to it (PyTorch's
+    /// `register_post_accumulate_grad_hook`). It may change the gradient in place, or use it and forget it.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let w = Tensor::ones(2, Device::Cpu)?.requires_grad_(true)?;
+    /// let halved = w.register_post_accumulate_grad_hook(|grad| grad.mul_scalar_(0.5).map(drop))?;
+    /// w.mul_scalar(3)?.sum((), false)?.backward()?;
+    /// assert_eq!(w.grad().unwrap().to_vec::<f32>()?, [1.5, 1.5]);
+    /// halved.remove();
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Autograd`] where this is no leaf that requires a gradient.
+    pub fn register_post_accumulate_grad_hook(
+        &self,
+        hook: impl Fn(&Tensor) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<HookHandle> {
+        let (op, id) = ("register_post_accumulate_grad_hook", next_id());
+        self.with_leaf(op, |leaf| leaf.collected.push((id, Arc::new(hook))))?;
+        Ok(HookHandle { node: Arc::downgrade(&self.tracked(op)?), id })
     }
 
     /// Keeps the gradient of this tensor in [`Tensor::grad`], which leaves do anyway (PyTorch's `retain_grad`).

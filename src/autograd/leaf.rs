@@ -110,12 +110,14 @@ impl Tensor {
         slot.iter().try_for_each(|slot| data.check_slot(op, slot))?;
         let state = State::Leaf(Box::new(Leaf { grad, slot, ..Leaf::default() }));
         let new = Tensor { made_by: Some(Node::new("leaf", SmallVec::new(), state)), ..data };
-        self.with_leaf(op, |leaf| *leaf = Leaf { successor: Some(new.shallow_clone()), ..Leaf::default() })?;
+        let successor = Some(new.shallow_clone());
+        let old = self.with_leaf(op, |leaf| std::mem::replace(leaf, Leaf { successor, ..Leaf::default() }))?;
+        new.with_leaf(op, |leaf| leaf.collected = old.collected)?;
         Ok(new)
     }
 
     /// Calls `f` with what this leaf collects.
-    fn with_leaf<R>(&self, op: &'static str, f: impl FnOnce(&mut Leaf) -> R) -> Result<R> {
+    pub(super) fn with_leaf<R>(&self, op: &'static str, f: impl FnOnce(&mut Leaf) -> R) -> Result<R> {
         if let Some(node) = self.node()
             && let State::Leaf(leaf) = &mut *node.state()
         {

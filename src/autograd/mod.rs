@@ -38,6 +38,7 @@ use node::State;
 
 pub(crate) use autocast::cast_once;
 pub use autocast::{autocast, autocast_dtype};
+pub use backward::queue_callback;
 pub use check::{gradcheck, gradgradcheck};
 pub use checkpoint::{checkpoint, checkpoint_sequential};
 pub(crate) use context::Context;

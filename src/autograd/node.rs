@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use smallvec::SmallVec;
 
-use super::hooks::Hooks;
+use super::hooks::{Collected, Hooks};
 use super::{Context, Gradients, Saved};
 use crate::tensor::Layout;
 use crate::{Expr, Result, Tensor};
@@ -65,6 +65,8 @@ pub(super) struct Leaf {
     pub(super) slot: Option<Tensor>,
     /// Whether a backward may be writing to the slot, which that of another thread does not use then.
     pub(super) lent: bool,
+    /// What is called when a gradient has been collected.
+    pub(super) collected: Vec<(u64, Collected)>,
     /// The leaf that took this one's place when its module was converted: the gradient is collected there.
     pub(super) successor: Option<Tensor>,
 }

@@ -130,12 +130,41 @@ impl Staging {
         self.copy(|host| part(to, range.clone())?.copy_(&part(host, at..at + range.len())?).map(|_| ()))
     }
 
+    /// [`read`](Self::read) from tensors that are one after another.
+    fn read_all(&mut self, from: &[Tensor], range: Range<usize>) -> Result<()> {
+        each_part(from, range, |at, tensor, range| self.read(at, tensor, range))
+    }
+
+    /// [`write`](Self::write) to tensors that are one after another.
+    fn write_all(&mut self, to: &[Tensor], range: Range<usize>) -> Result<()> {
+        each_part(to, range, |at, tensor, range| self.write(at, tensor, range))
+    }
+
     fn copy(&mut self, f: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
         let host = self.0.take().expect("whole between calls").into_tensor();
         let copied = f(&host);
         self.0 = Some(host.into_host()?);
         copied
     }
+}
+
+/// Calls `f` with what each of the tensors, one after another, has of a range: where that begins in the range, the tensor, and
+/// its own bytes.
+fn each_part(
+    tensors: &[Tensor],
+    range: Range<usize>,
+    mut f: impl FnMut(usize, &Tensor, Range<usize>) -> Result<()>,
+) -> Result<()> {
+    let mut start = 0;
+    for tensor in tensors {
+        let end = start + tensor.numel();
+        let (from, to) = (range.start.max(start), range.end.min(end));
+        if from < to {
+            f(from - range.start, tensor, from - start..to - start)?;
+        }
+        start = end;
+    }
+    Ok(())
 }
 
 fn part(bytes: &Tensor, range: Range<usize>) -> Result<Tensor> {
@@ -191,16 +220,17 @@ fn rooms(others: &mut [u8], bytes: usize) -> impl Iterator<Item = &mut [u8]> {
 
 /// Every rank reduces its part of a slice, in the order of the ranks, and all receive it from there: two of the slice's bytes
 /// go out and come in for each of its bytes, however many ranks there are, and all have the same bits.
-pub(super) fn all_reduce(m: &mut Member, bytes: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
+pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n) = (m.rank(), m.size());
-    let most = SLICE.min(bytes.numel());
-    let mut staging = Staging::new(most, bytes.device())?;
+    let bytes = tensors.iter().map(Tensor::numel).sum();
+    let most = SLICE.min(bytes);
+    let mut staging = Staging::new(most, tensors[0].device())?;
     let room = parts(most, n)[0].len().next_multiple_of(ALIGN);
     let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
-    for slice in slices(bytes.numel(), SLICE) {
+    for slice in slices(bytes, SLICE) {
         let parts = parts(slice.len(), n);
         let own = parts[rank].clone();
-        staging.read(0, bytes, slice.clone())?;
+        staging.read_all(tensors, slice.clone())?;
         let host = &mut staging.bytes()[..slice.len()];
         let versions = &mut others.get()[..own.len().next_multiple_of(ALIGN) * (n - 1)];
         m.exchange(m.others().map(|p| (p, &host[parts[p].clone()])), m.others().zip(rooms(versions, own.len())))?;
@@ -217,7 +247,7 @@ pub(super) fn all_reduce(m: &mut Member, bytes: &Tensor, dtype: DType, op: Reduc
             }
         }
         m.exchange(m.others().map(|p| (p, &*reduced)), receives)?;
-        staging.write(0, bytes, slice)?;
+        staging.write_all(tensors, slice)?;
     }
     Ok(())
 }

@@ -158,8 +158,8 @@ impl Group {
     /// As there, of the arguments.
     pub fn broadcast_async(&self, tensor: &Tensor, root: usize) -> Result<Work> {
         self.check_rank("broadcast", root)?;
-        self.in_place("broadcast", tensor, &format!("root {root}"), move |m, bytes| {
-            collective::broadcast(m, bytes, root)
+        self.in_place("broadcast", &[tensor], &format!("root {root}"), move |m, bytes| {
+            collective::broadcast(m, &bytes[0], root)
         })
     }
 
@@ -178,9 +178,37 @@ impl Group {
     /// # Errors
     /// As there, of the arguments.
     pub fn all_reduce_async(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Work> {
-        let (op, dtype) = ("all_reduce", tensor.dtype());
+        self.all_reduce_coalesced_async(&[tensor], reduce)
+    }
+
+    /// [`all_reduce`](Self::all_reduce) of several tensors of one dtype on one device as if they were one (PyTorch's
+    /// `all_reduce_coalesced`): the many small gradients of a network.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] without tensors; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; those of
+    /// [`all_reduce`](Self::all_reduce).
+    pub fn all_reduce_coalesced(&self, tensors: &[&Tensor], reduce: ReduceOp) -> Result<()> {
+        self.all_reduce_coalesced_async(tensors, reduce)?.wait()
+    }
+
+    /// [`all_reduce_coalesced`](Self::all_reduce_coalesced), to be waited for.
+    ///
+    /// # Errors
+    /// As there, of the arguments.
+    pub fn all_reduce_coalesced_async(&self, tensors: &[&Tensor], reduce: ReduceOp) -> Result<Work> {
+        let op = "all_reduce";
+        let Some(first) = tensors.first() else { return Err(Error::invalid(op, "there are no tensors")) };
+        let dtype = first.dtype();
         reduce.check(op, dtype)?;
-        self.in_place(op, tensor, &format!("{reduce:?}"), move |m, bytes| {
+        for t in tensors {
+            if t.dtype() != dtype {
+                return Err(Error::DTypeMismatch { op, lhs: dtype, rhs: t.dtype() });
+            }
+            if t.device() != first.device() {
+                return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: t.device() });
+            }
+        }
+        self.in_place(op, tensors, &format!("{reduce:?}"), move |m, bytes| {
             collective::all_reduce(m, bytes, dtype, reduce)
         })
     }
@@ -262,7 +290,7 @@ impl Group {
     pub fn send_async(&self, tensor: &Tensor, to: usize) -> Result<Work> {
         self.check_other("send", to)?;
         let source = tensor.detach().contiguous()?;
-        self.submit("send", None, &source, move |m, bytes| collective::send(m, bytes, to))
+        self.submit("send", None, &[source], move |m, bytes| collective::send(m, &bytes[0], to))
     }
 
     /// Receives what another rank [sends](Self::send).
@@ -279,7 +307,7 @@ impl Group {
     /// As there, of the arguments.
     pub fn recv_async(&self, tensor: &Tensor, from: usize) -> Result<Work> {
         self.check_other("recv", from)?;
-        self.in_place_unchecked("recv", None, tensor, move |m, bytes| collective::recv(m, bytes, from))
+        self.in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, &bytes[0], from))
     }
 
     /// How many rows of the first dimension each rank has.
@@ -308,15 +336,20 @@ impl Group {
         }
     }
 
-    /// A collective that changes a tensor, described for the comparison with other ranks' calls.
+    /// A collective that changes tensors, described for the comparison with other ranks' calls.
     fn in_place(
         &self,
         op: &'static str,
-        tensor: &Tensor,
+        tensors: &[&Tensor],
         detail: &str,
-        f: impl FnOnce(&mut Member, &Tensor) -> Result<()> + Send + 'static,
+        f: impl FnOnce(&mut Member, &[Tensor]) -> Result<()> + Send + 'static,
     ) -> Result<Work> {
-        self.in_place_unchecked(op, Some(describe(op, tensor, detail)), tensor, f)
+        let mut call = describe(op, tensors[0], detail);
+        if tensors.len() > 1 {
+            let elements: usize = tensors.iter().map(|t| t.numel()).sum();
+            call += &format!(" and {} more, {elements} elements", tensors.len() - 1);
+        }
+        self.in_place_unchecked(op, Some(call), tensors, f)
     }
 
     /// One whose strides leave gaps, or repeat elements, is changed through a copy.
@@ -324,22 +357,20 @@ impl Group {
         &self,
         op: &'static str,
         call: Option<String>,
-        tensor: &Tensor,
-        f: impl FnOnce(&mut Member, &Tensor) -> Result<()> + Send + 'static,
+        tensors: &[&Tensor],
+        f: impl FnOnce(&mut Member, &[Tensor]) -> Result<()> + Send + 'static,
     ) -> Result<Work> {
-        if crate::is_grad_enabled() && tensor.requires_grad() {
+        if crate::is_grad_enabled() && tensors.iter().any(|t| t.requires_grad()) {
             let reason = "the tensor requires a gradient: detach() it, or call it in no_grad".into();
             return Err(Error::Autograd { op, reason });
         }
-        let target = tensor.detach();
-        let dense = target.contiguous()?;
-        let own = dense.shallow_clone();
+        let targets: Vec<Tensor> = tensors.iter().map(|t| t.detach()).collect();
+        let dense = targets.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
+        let own: Vec<Tensor> = dense.iter().map(Tensor::shallow_clone).collect();
         self.submit(op, call, &dense, move |m, bytes| {
             f(m, bytes)?;
-            if !target.shares_storage(&own) {
-                target.copy_(&own)?;
-            }
-            Ok(())
+            let mut copied = targets.iter().zip(&own).filter(|(target, own)| !target.shares_storage(own));
+            copied.try_for_each(|(target, own)| target.copy_(own).map(|_| ()))
         })
     }
 
@@ -354,28 +385,29 @@ impl Group {
     ) -> Result<Work<Tensor>> {
         let source = tensor.detach().contiguous()?;
         let result = Tensor::empty(shape, (tensor.dtype(), tensor.device()))?;
-        self.submit(op, Some(describe(op, tensor, detail)), &source, move |m, bytes| {
-            f(m, bytes, &bytes_of(&result)?)?;
+        self.submit(op, Some(describe(op, tensor, detail)), &[source], move |m, bytes| {
+            f(m, &bytes[0], &bytes_of(&result)?)?;
             Ok(result)
         })
     }
 
-    /// Runs `f` on the group's thread with the bytes of a contiguous tensor, behind what this thread has submitted to its
+    /// Runs `f` on the group's thread with the bytes of contiguous tensors of one device, behind what this thread has submitted to its
     /// device; all copies are done when it ends. Where it fails this rank leaves the job, for the others wait for it.
     fn submit<R: Send + 'static>(
         &self,
         op: &'static str,
         call: Option<String>,
-        tensor: &Tensor,
-        f: impl FnOnce(&mut Member, &Tensor) -> Result<R> + Send + 'static,
+        tensors: &[Tensor],
+        f: impl FnOnce(&mut Member, &[Tensor]) -> Result<R> + Send + 'static,
     ) -> Result<Work<R>> {
-        let bytes = bytes_of(tensor)?;
-        let submitted = Stream::current(tensor.device())?.record_event()?;
+        let bytes = tensors.iter().map(bytes_of).collect::<Result<Vec<_>>>()?;
+        let device = tensors[0].device();
+        let submitted = Stream::current(device)?.record_event()?;
         let member = Arc::clone(&self.member);
         let job = move |transport: &mut dyn Transport| {
-            let stream = match bytes.device() == member.device {
+            let stream = match device == member.device {
                 true => member.stream.clone(),
-                false => Stream::current(bytes.device())?,
+                false => Stream::current(device)?,
             };
             let result = with_stream(&stream, || {
                 stream.wait_event(&submitted)?;

@@ -4,6 +4,7 @@
 //! ([`Group::threads`]). What they do is in [`Group`].
 
 mod collective;
+mod data_parallel;
 mod engine;
 mod group;
 #[cfg(feature = "mpi")]
@@ -12,6 +13,7 @@ mod reduce;
 mod threads;
 mod transport;
 
+pub use data_parallel::{DataParallel, DataParallelOptions};
 pub use engine::Work;
 pub use group::Group;
 pub use reduce::ReduceOp;

@@ -1,7 +1,6 @@
 //! Ranks that are processes of a job under `mpirun`. MPI is used on one thread only, the rank's [`Engine`].
 
 use std::collections::HashMap;
-use std::process;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -117,13 +116,11 @@ impl Mpi {
         (since.elapsed() > self.timeout).then(|| Fault { rank, reason: did_not_come(self.timeout) })
     }
 
-    /// Ends the job: buffers that others may still write to cannot be taken back.
+    /// Ends the process, for buffers that others may still write to cannot be taken back, and so the job: `mpirun` ends the other
+    /// ranks. At once, without `MPI_Abort`, which of several ranks at a time may hang, and without what an exit waits for.
     fn end(&self, sentence: &str) -> ! {
         eprintln!("claystone: rank {} of {}: {sentence}", self.rank, self.size);
-        match self.ends.terminated.load(Relaxed) {
-            true => process::exit(143),
-            false => self.world.abort(1),
-        }
+        signal_hook::low_level::exit(if self.ends.terminated.load(Relaxed) { 143 } else { 1 })
     }
 }
 

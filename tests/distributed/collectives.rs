@@ -7,7 +7,7 @@ use crate::common::devices;
 
 /// Runs `f` on so many ranks, on the devices in turn: what each gives, with its rank. Ranks are threads; in a process that
 /// `mpirun` has started they are processes, each of which has its own result only.
-fn all<R: Send>(n: usize, f: impl Fn(&Group) -> claystone::Result<R> + Sync) -> Vec<(usize, R)> {
+pub fn all<R: Send>(n: usize, f: impl Fn(&Group) -> claystone::Result<R> + Sync) -> Vec<(usize, R)> {
     #[cfg(feature = "mpi")]
     if let Some(world) = crate::mpi::world() {
         let group = world.split((world.rank() < n).then_some(0), 0).unwrap();

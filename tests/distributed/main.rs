@@ -7,3 +7,4 @@ mod collectives;
 mod faults;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod training;

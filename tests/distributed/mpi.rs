@@ -34,13 +34,24 @@ fn collectives_between_processes() {
     if world().is_some() {
         return;
     }
-    for (devices, debug) in [("none", "1"), ("all", "0")] {
-        let environment = [("CLAYSTONE_DEVICES", devices), ("CLAYSTONE_DISTRIBUTED_DEBUG", debug)];
-        let output = mpirun(5, &["collectives::"], &environment[usize::from(devices == "all")..]);
-        assert!(output.status.success(), "{output:?}");
-        let text = String::from_utf8_lossy(&output.stdout);
-        assert_eq!(text.matches("test result: ok. 9 passed").count(), 5, "{text}");
+    on_all_ranks(5, &["collectives::"], &[("CLAYSTONE_DEVICES", "none"), ("CLAYSTONE_DISTRIBUTED_DEBUG", "1")], 9);
+    on_all_ranks(5, &["collectives::"], &[], 9);
+}
+
+#[test]
+fn processes_train_as_one() {
+    if world().is_some() {
+        return;
     }
+    on_all_ranks(4, &["training::", "--skip", "are_named"], &[], 6);
+}
+
+/// Every rank passes so many tests.
+fn on_all_ranks(ranks: usize, arguments: &[&str], environment: &[(&str, &str)], tests: usize) {
+    let output = mpirun(ranks, arguments, environment);
+    assert!(output.status.success(), "{output:?}");
+    let (text, passed) = (String::from_utf8_lossy(&output.stdout), format!("test result: ok. {tests} passed"));
+    assert_eq!(text.matches(&passed).count(), ranks, "{text}");
 }
 
 /// What rank 1 does instead of its fifth call, in the processes that the test below starts.

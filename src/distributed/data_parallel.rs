@@ -1,0 +1,298 @@
+//! One model on every rank, each with a share of the batch.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::{Group, ReduceOp, Work};
+use crate::nn::{Forward, Module, Role};
+use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
+
+/// How [`DataParallel`] works.
+#[derive(Debug, Clone)]
+pub struct DataParallelOptions {
+    /// Bytes of gradients that travel together: 25 MiB, as in PyTorch. A bucket is sent as soon as backward has its gradients.
+    pub bucket_bytes: usize,
+    /// Whether a backward need not reach every parameter on every rank; costs a small collective each time. Without it such a
+    /// backward is an error that names the parameters.
+    pub find_unused_parameters: bool,
+    /// Whether each recorded forward begins with the buffers of rank 0, such as running statistics.
+    pub broadcast_buffers: bool,
+    /// The dtype in which gradients travel, such as bf16 for those of f32 (PyTorch's `bf16_compress_hook`): half the bytes.
+    pub gradient_dtype: Option<DType>,
+}
+
+impl Default for DataParallelOptions {
+    fn default() -> DataParallelOptions {
+        let (find_unused_parameters, broadcast_buffers) = (false, true);
+        DataParallelOptions { bucket_bytes: 25 << 20, find_unused_parameters, broadcast_buffers, gradient_dtype: None }
+    }
+}
+
+/// A module that every rank has alike, and trains with its share of the batch (PyTorch's `DistributedDataParallel`): backward
+/// leaves the mean of all ranks' gradients in [`Tensor::grad`], so that the ranks' optimisers take the same steps.
+///
+/// Made, every rank has the parameters and buffers of rank 0. Gradients travel in buckets, those of the last layers first, while
+/// backward computes the others. Its names are those of the module: checkpoints fit both.
+///
+/// ```
+/// use claystone::distributed::{DataParallel, Group};
+/// use claystone::nn::{Linear, Module};
+/// use claystone::optim::{Optimizer, Sgd, SgdConfig};
+/// use claystone::{Device, Tensor};
+/// let groups = Group::threads(&[Device::Cpu, Device::Cpu])?;
+/// std::thread::scope(|scope| {
+///     let ranks: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || -> claystone::Result<f32> {
+///         let mut model = DataParallel::new(Linear::new(3, 1, group.device())?, &group, Default::default())?;
+///         let mut sgd = Sgd::new(model.parameters_mut(), SgdConfig::default())?;
+///         let x = Tensor::full([4, 3], group.rank() as f32, group.device())?; // a share of the batch
+///         model.forward(&x)?.mean((), false)?.backward()?;
+///         sgd.step()?;
+///         model.module().weight().sum((), false)?.item()
+///     })).collect();
+///     let sums: Vec<f32> = ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect();
+///     assert_eq!(sums[0], sums[1]);
+/// });
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct DataParallel<M> {
+    module: M,
+    reducer: Arc<Reducer>,
+}
+
+impl<M: Module> DataParallel<M> {
+    /// Of a module that every rank has made alike. All ranks call it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] without parameters that require a gradient; those of [`Group::broadcast`].
+    pub fn new(module: M, group: &Group, options: DataParallelOptions) -> Result<DataParallel<M>> {
+        let op = "DataParallel::new";
+        let mut tensors = Vec::new();
+        module.visit("", &mut |_, _, t| tensors.push(t.detach()));
+        tensors
+            .iter()
+            .map(|t| group.broadcast_async(t, 0))
+            .collect::<Result<Vec<_>>>()?
+            .into_iter()
+            .try_for_each(Work::wait)?;
+        let parameters = module.named_parameters("").into_iter().filter(|(_, p)| p.requires_grad());
+        let parameters: Vec<(String, Tensor)> = parameters.map(|(name, p)| (name, p.shallow_clone())).collect();
+        if parameters.is_empty() {
+            return Err(Error::invalid(op, "the module has no parameters that require a gradient: it needs no ranks"));
+        }
+        let reducer = Arc::new(Reducer::new(group.clone(), options, parameters));
+        for (i, (_, parameter)) in reducer.parameters.iter().enumerate() {
+            let reducer = Arc::downgrade(&reducer);
+            parameter.register_post_accumulate_grad_hook(move |grad| match Weak::upgrade(&reducer) {
+                Some(reducer) => reducer.collected(i, grad),
+                None => Ok(()),
+            })?;
+        }
+        Ok(DataParallel { module, reducer })
+    }
+
+    /// The module.
+    pub fn module(&self) -> &M {
+        &self.module
+    }
+
+    /// The module alone again. Backward stays on this rank.
+    pub fn into_module(self) -> M {
+        self.module
+    }
+
+    /// Runs `f`, in which backward adds to the gradients of this rank only: all but the last of several backwards before a step
+    /// (PyTorch's `no_sync`).
+    pub fn no_sync<R>(&self, f: impl FnOnce() -> R) -> R {
+        struct Restore<'a>(&'a AtomicBool, bool);
+        impl Drop for Restore<'_> {
+            fn drop(&mut self) {
+                self.0.store(self.1, Relaxed);
+            }
+        }
+        let _restore = Restore(&self.reducer.syncs, self.reducer.syncs.swap(false, Relaxed));
+        f()
+    }
+
+    /// Rank 0's buffers on every rank, before a forward that is recorded.
+    fn broadcast_buffers(&self) -> Result<()> {
+        let Reducer { options, syncs, group, .. } = &*self.reducer;
+        if !options.broadcast_buffers || !is_grad_enabled() || !syncs.load(Relaxed) {
+            return Ok(());
+        }
+        let mut buffers = Vec::new();
+        self.module.visit("", &mut |_, role, t| buffers.extend((role == Role::Buffer).then(|| t.detach())));
+        let work = buffers.iter().map(|t| group.broadcast_async(t, 0)).collect::<Result<Vec<_>>>()?;
+        work.into_iter().try_for_each(Work::wait)
+    }
+}
+
+impl<M: Module> Module for DataParallel<M> {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.broadcast_buffers()?;
+        self.module.forward(x)
+    }
+
+    fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        self.module.visit(prefix, visitor);
+    }
+
+    fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        self.module.visit_mut(prefix, visitor);
+    }
+
+    fn set_training(&self, training: bool) {
+        self.module.set_training(training);
+    }
+
+    fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+        self.module.visit_modules(prefix, visitor);
+    }
+}
+
+impl<Inputs, M: Forward<Inputs>> Forward<Inputs> for DataParallel<M> {
+    type Output = M::Output;
+
+    fn call(&self, inputs: Inputs) -> Result<M::Output> {
+        self.broadcast_buffers()?;
+        self.module.call(inputs)
+    }
+}
+
+/// Sends gradients as backward has them.
+struct Reducer {
+    group: Group,
+    options: DataParallelOptions,
+    parameters: Vec<(String, Tensor)>,
+    /// Parameters whose gradients travel together, in the order in which every rank sends them: the last parameters first.
+    buckets: Vec<Vec<usize>>,
+    /// Whether backwards are those of all ranks.
+    syncs: AtomicBool,
+    pass: Mutex<Pass>,
+}
+
+/// One backward pass.
+#[derive(Default)]
+struct Pass {
+    /// The gradients that this one has made.
+    gradients: Vec<Option<Tensor>>,
+    /// Of the buckets that were sent.
+    sent: Vec<Sent>,
+}
+
+/// A bucket under way: its gradients, and where they travel in another dtype.
+struct Sent {
+    work: Work,
+    converted: Vec<(Tensor, Tensor)>,
+}
+
+impl Reducer {
+    fn new(group: Group, options: DataParallelOptions, parameters: Vec<(String, Tensor)>) -> Reducer {
+        let mut buckets: Vec<Vec<usize>> = Vec::new();
+        let mut bytes = usize::MAX; // of the last bucket
+        for (i, (_, p)) in parameters.iter().enumerate().rev() {
+            let size = p.numel() * p.dtype().size();
+            let alike = |&j: &usize| {
+                let other = &parameters[j].1;
+                (other.dtype(), other.device()) == (p.dtype(), p.device())
+            };
+            match buckets.last_mut().filter(|bucket| bucket.iter().all(alike)) {
+                Some(bucket) if bytes.saturating_add(size) <= options.bucket_bytes => {
+                    bucket.push(i);
+                    bytes += size;
+                }
+                _ => {
+                    buckets.push(vec![i]);
+                    bytes = size;
+                }
+            }
+        }
+        Reducer { group, options, parameters, buckets, syncs: AtomicBool::new(true), pass: Mutex::default() }
+    }
+
+    fn pass(&self) -> MutexGuard<'_, Pass> {
+        self.pass.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Parameter i has its gradient: sends the buckets that are complete.
+    fn collected(self: Arc<Self>, i: usize, grad: &Tensor) -> Result<()> {
+        if !self.syncs.load(Relaxed) {
+            return Ok(());
+        }
+        let mut pass = self.pass();
+        if pass.gradients.is_empty() || pass.gradients.iter().all(Option::is_none) {
+            // The first of this pass; what one that failed has left is forgotten.
+            *pass = Pass { gradients: self.parameters.iter().map(|_| None).collect(), sent: Vec::new() };
+            let reducer = Arc::clone(&self);
+            autograd::queue_callback(move || reducer.end())?;
+        }
+        pass.gradients[i] = Some(grad.detach());
+        self.send_complete(&mut pass)
+    }
+
+    /// Sends the next buckets as long as they are complete: all ranks send them in one order.
+    fn send_complete(&self, pass: &mut Pass) -> Result<()> {
+        while let Some(bucket) = self.buckets.get(pass.sent.len()) {
+            let gradients: Option<Vec<Tensor>> =
+                bucket.iter().map(|&i| Some(pass.gradients[i].as_ref()?.shallow_clone())).collect();
+            let Some(gradients) = gradients else { break };
+            let sent = self.send(gradients)?;
+            pass.sent.push(sent);
+        }
+        Ok(())
+    }
+
+    fn send(&self, gradients: Vec<Tensor>) -> Result<Sent> {
+        let dtype = self.options.gradient_dtype.filter(|&dtype| dtype != gradients[0].dtype());
+        let travel = match dtype {
+            Some(dtype) => gradients.iter().map(|grad| grad.to_dtype(dtype)).collect::<Result<Vec<_>>>()?,
+            None => gradients.iter().map(Tensor::shallow_clone).collect(),
+        };
+        let work = self.group.all_reduce_coalesced_async(&travel.iter().collect::<Vec<_>>(), ReduceOp::Mean)?;
+        let converted = if dtype.is_some() { gradients.into_iter().zip(travel).collect() } else { Vec::new() };
+        Ok(Sent { work, converted })
+    }
+
+    /// Backward has ended on this rank: what it did not reach, and waiting for the others.
+    fn end(&self) -> Result<()> {
+        let mut pass = std::mem::take(&mut *self.pass());
+        let missing: Vec<usize> = (0..self.parameters.len()).filter(|&i| pass.gradients[i].is_none()).collect();
+        if !missing.is_empty() && !self.options.find_unused_parameters {
+            let names: Vec<&str> = missing.iter().map(|&i| &*self.parameters[i].0).collect();
+            let reason = format!(
+                "backward has not reached {}, so the other ranks would wait for their gradients: set find_unused_parameters, or \
+                 have every parameter take part",
+                names.join(", ")
+            );
+            return Err(Error::Autograd { op: "DataParallel", reason });
+        }
+        for &i in &missing {
+            pass.gradients[i] = Some(Tensor::zeros_like(&self.parameters[i].1)?.detach());
+        }
+        self.send_complete(&mut pass)?;
+        for Sent { work, converted } in pass.sent {
+            work.wait()?;
+            converted.iter().try_for_each(|(grad, travelled)| grad.copy_(travelled).map(|_| ()))?;
+        }
+        if self.options.find_unused_parameters {
+            self.give_to_unused(&missing, &pass.gradients)?;
+        }
+        Ok(())
+    }
+
+    /// A parameter that this rank's backward did not reach has the gradient of those that did. One that no rank reached has none.
+    fn give_to_unused(&self, missing: &[usize], gradients: &[Option<Tensor>]) -> Result<()> {
+        let reached: Vec<u8> = (0..self.parameters.len()).map(|i| u8::from(!missing.contains(&i))).collect();
+        let reached = Tensor::from_slice(&reached, reached.len(), crate::Device::Cpu)?;
+        self.group.all_reduce(&reached, ReduceOp::Max)?;
+        let reached = reached.to_vec::<u8>()?;
+        let given = missing.iter().filter(|&&i| reached[i] == 1);
+        let syncs = self.syncs.swap(false, Relaxed);
+        let result = given.clone().try_for_each(|&i| {
+            let gradient = gradients[i].as_ref().expect("zeros, summed with the others'");
+            // The gradient of the sum of products is the other factor.
+            autograd::enable_grad(|| self.parameters[i].1.mul(gradient)?.sum((), false)?.backward())
+        });
+        self.syncs.store(syncs, Relaxed);
+        result
+    }
+}

@@ -1,0 +1,47 @@
+//! What is called when a leaf has collected its gradient, and when a backward pass is over.
+
+use std::sync::{Arc, Mutex};
+
+use claystone::{Error, Tensor, autograd};
+
+use crate::common::each_device;
+
+#[test]
+fn hooks_of_collected_gradients_see_the_sum_and_callbacks_come_last() {
+    each_device(|device| {
+        let w = Tensor::ones(2, device).unwrap().requires_grad_(true).unwrap();
+        let told = Arc::new(Mutex::new(Vec::<String>::new()));
+        let tell = told.clone();
+        let hook = w.register_post_accumulate_grad_hook(move |grad| {
+            tell.lock().unwrap().push(format!("collected {:?}", grad.to_vec::<f32>()?));
+            let last = tell.clone();
+            autograd::queue_callback(move || {
+                last.lock().unwrap().push("over".into());
+                Ok(())
+            })
+        });
+        let backward = || w.mul_scalar(2).unwrap().add(&w).unwrap().sum((), false).unwrap().backward();
+        let hook = hook.unwrap();
+        backward().unwrap();
+        backward().unwrap();
+        hook.remove();
+        backward().unwrap();
+        let want = ["collected [3.0, 3.0]", "over", "collected [6.0, 6.0]", "over"];
+        assert_eq!(*told.lock().unwrap(), want);
+        // An error of either is the backward's, and what was queued before is forgotten.
+        let fails = w.register_post_accumulate_grad_hook(|_| {
+            Err(autograd::queue_callback(|| Ok(())).err().unwrap_or(Error::DivisionByZero { op: "hook" }))
+        });
+        assert!(backward().unwrap_err().to_string().contains("division by zero"));
+        fails.unwrap().remove();
+        let fails = w.register_post_accumulate_grad_hook(|_| {
+            autograd::queue_callback(|| Err(Error::DivisionByZero { op: "callback" }))
+        });
+        assert!(backward().unwrap_err().to_string().contains("division by zero"));
+        fails.unwrap().remove();
+        backward().unwrap();
+        assert!(autograd::queue_callback(|| Ok(())).is_err());
+        let y = w.mul_scalar(2).unwrap();
+        assert!(matches!(y.register_post_accumulate_grad_hook(|_| Ok(())), Err(Error::Autograd { .. })));
+    });
+}
