@@ -1,7 +1,7 @@
 //! The engine of the backward pass: a heap of nodes ordered by age.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::context::{Context, Gradient};
 use super::grad::Wanted;
 use super::node::{Leaf, Node, Operation, State};
-use super::{Gradients, autocast, enable_grad, modes, no_grad};
+use super::{Gradients, autocast, enable_grad, hooks, modes, no_grad};
 use crate::device::profiler::{self, Kind};
 use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{Error, Result, Tensor};
@@ -84,12 +84,22 @@ pub fn queue_callback(f: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
     })
 }
 
-/// A node waiting in the heap, ordered by age.
-struct Pending(Arc<Node>);
+/// A node waiting in the heap, the greatest number first: its own, which is the order of age, or more for a leaf whose gradient
+/// is complete.
+struct Pending {
+    order: u64,
+    node: Arc<Node>,
+}
+
+impl Pending {
+    fn by_age(node: Arc<Node>) -> Pending {
+        Pending { order: node.seq, node }
+    }
+}
 
 impl PartialEq for Pending {
     fn eq(&self, other: &Pending) -> bool {
-        self.0.seq == other.0.seq
+        self.order == other.order
     }
 }
 
@@ -103,8 +113,30 @@ impl PartialOrd for Pending {
 
 impl Ord for Pending {
     fn cmp(&self, other: &Pending) -> std::cmp::Ordering {
-        self.0.seq.cmp(&other.0.seq)
+        self.order.cmp(&other.order)
     }
+}
+
+/// Of each leaf that somebody waits for, how many gradients it is to have from the operations that the roots are made of. Leaves
+/// are older than these and would be last: so many later it is known that the gradient is complete.
+fn leaves_waited_for<'a>(roots: impl Iterator<Item = &'a Arc<Node>>) -> HashMap<u64, usize> {
+    let mut leaves = HashMap::new();
+    if !hooks::are_leaves_waited_for() {
+        return leaves;
+    }
+    let mut nodes: Vec<&Arc<Node>> = roots.collect();
+    let mut seen: HashSet<u64> = nodes.iter().map(|node| node.seq).collect();
+    while let Some(node) = nodes.pop() {
+        for input in node.inputs.iter().flatten() {
+            match &*input.state() {
+                State::Leaf(leaf) if !leaf.collected.is_empty() => *leaves.entry(input.seq).or_insert(0) += 1,
+                State::Leaf(_) => {}
+                _ if seen.insert(input.seq) => nodes.push(input),
+                _ => {}
+            }
+        }
+    }
+    leaves
 }
 
 /// One traversal of the graph, from the youngest node to the oldest.
@@ -151,15 +183,19 @@ impl Engine {
         let mut captured = HashMap::new();
         let mut gradients: HashMap<u64, Gradient> = HashMap::new();
         let mut heap = BinaryHeap::new();
+        let mut waited_for = match self.wanted {
+            None => leaves_waited_for(seeds.iter().map(|(root, _)| root)),
+            Some(_) => HashMap::new(),
+        };
         for (root, gradient) in seeds {
             let gradient = match gradients.remove(&root.seq) {
                 Some(first) => first.add(gradient.tensor()?)?,
                 None => gradient,
             };
             gradients.insert(root.seq, gradient);
-            heap.push(Pending(root));
+            heap.push(Pending::by_age(root));
         }
-        while let Some(Pending(node)) = heap.pop() {
+        while let Some(Pending { node, .. }) = heap.pop() {
             let Some(mut grad) = gradients.remove(&node.seq) else { continue };
             let captured_here = self.captures(&node);
             if let Some(hooks) = node.hooks().filter(|_| !(self.inner && captured_here))
@@ -205,11 +241,21 @@ impl Engine {
                 let sum = match gradients.remove(&input.seq) {
                     Some(first) => first.add(result)?,
                     None => {
-                        heap.push(Pending(input.clone()));
+                        heap.push(Pending::by_age(input.clone()));
                         Gradient::Tensor { tensor: result, in_slot, multiplied }
                     }
                 };
                 gradients.insert(input.seq, sum);
+            }
+            if waited_for.is_empty() {
+                continue;
+            }
+            for input in node.inputs.iter().flatten() {
+                let Some(missing) = waited_for.get_mut(&input.seq) else { continue };
+                *missing -= 1;
+                if *missing == 0 {
+                    heap.push(Pending { order: u64::MAX, node: input.clone() });
+                }
             }
         }
         Ok(captured)

@@ -1,6 +1,6 @@
 //! Looking at gradients on their way: hooks, and gradients kept of tensors that are no leaves.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::node::{Node, State};
@@ -86,6 +86,13 @@ impl HookHandle {
     }
 }
 
+/// Whether somebody has asked to be told of collected gradients in this process: otherwise no graph is searched for such leaves.
+static LEAVES_ARE_WAITED_FOR: AtomicBool = AtomicBool::new(false);
+
+pub(super) fn are_leaves_waited_for() -> bool {
+    LEAVES_ARE_WAITED_FOR.load(Ordering::Relaxed)
+}
+
 fn next_id() -> u64 {
     static ID: AtomicU64 = AtomicU64::new(0);
     ID.fetch_add(1, Ordering::Relaxed)
@@ -120,7 +127,7 @@ impl Tensor {
     }
 
     /// Calls `hook` with the gradient of this leaf, each time a backward has added to it (PyTorch's
-    /// `register_post_accumulate_grad_hook`). It may change the gradient in place, or use it and forget it.
+    /// `register_post_accumulate_grad_hook`): as soon as it is complete, while older operations are still to come. It may change the gradient in place, or use it and forget it.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -140,6 +147,7 @@ impl Tensor {
     ) -> Result<HookHandle> {
         let (op, id) = ("register_post_accumulate_grad_hook", next_id());
         self.with_leaf(op, |leaf| leaf.collected.push((id, Arc::new(hook))))?;
+        LEAVES_ARE_WAITED_FOR.store(true, Ordering::Relaxed);
         Ok(HookHandle { node: Arc::downgrade(&self.tracked(op)?), id })
     }
 

@@ -179,6 +179,24 @@ struct Pass {
     sent: Vec<Sent>,
 }
 
+impl Pass {
+    /// Whether this is the first gradient of so many.
+    fn begin(&mut self, parameters: usize) -> bool {
+        let begins = self.gradients.is_empty();
+        self.gradients.resize_with(parameters, || None);
+        begins
+    }
+}
+
+/// A backward pass that has begun. Whether it ends well or fails, the next one begins anew.
+struct UnderWay(Arc<Reducer>);
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        *self.0.pass() = Pass::default();
+    }
+}
+
 /// A bucket under way: its gradients, and where they travel in another dtype.
 struct Sent {
     work: Work,
@@ -218,13 +236,12 @@ impl Reducer {
         if !self.syncs.load(Relaxed) {
             return Ok(());
         }
-        let mut pass = self.pass();
-        if pass.gradients.is_empty() || pass.gradients.iter().all(Option::is_none) {
-            // The first of this pass; what one that failed has left is forgotten.
-            *pass = Pass { gradients: self.parameters.iter().map(|_| None).collect(), sent: Vec::new() };
-            let reducer = Arc::clone(&self);
-            autograd::queue_callback(move || reducer.end())?;
+        let begins = self.pass().begin(self.parameters.len());
+        if begins {
+            let under_way = UnderWay(Arc::clone(&self));
+            autograd::queue_callback(move || under_way.0.end())?;
         }
+        let mut pass = self.pass();
         pass.gradients[i] = Some(grad.detach());
         self.send_complete(&mut pass)
     }

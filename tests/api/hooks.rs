@@ -45,3 +45,35 @@ fn hooks_of_collected_gradients_see_the_sum_and_callbacks_come_last() {
         assert!(matches!(y.register_post_accumulate_grad_hook(|_| Ok(())), Err(Error::Autograd { .. })));
     });
 }
+
+/// Also of a leaf that is used twice, whose gradient is complete with the older use.
+#[test]
+fn a_leaf_collects_its_gradient_before_older_operations() {
+    each_device(|device| {
+        let leaf = || Tensor::ones(2, device).unwrap().requires_grad_(true).unwrap();
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let tell = |name: &'static str| {
+            let told = told.clone();
+            move |_: &Tensor| {
+                told.lock().unwrap().push(name);
+                Ok(())
+            }
+        };
+        let passing = |name: &'static str| {
+            let tell = tell(name);
+            move |grad: &Tensor| tell(grad).map(|()| None)
+        };
+        let (first, second, twice) = (leaf(), leaf(), leaf());
+        for (w, name) in [(&first, "first"), (&second, "second"), (&twice, "twice")] {
+            w.register_post_accumulate_grad_hook(tell(name)).unwrap();
+        }
+        let x = first.exp().unwrap();
+        x.register_hook(passing("x")).unwrap();
+        let y = x.mul(&twice).unwrap();
+        y.register_hook(passing("y")).unwrap();
+        let z = y.mul(&second).unwrap().mul(&twice).unwrap();
+        z.sum((), false).unwrap().backward().unwrap();
+        assert_eq!(*told.lock().unwrap(), ["second", "y", "twice", "x", "first"], "on {device}");
+        assert_eq!(twice.grad().unwrap().to_vec::<f32>().unwrap(), [2.0 * 1f32.exp(); 2]);
+    });
+}

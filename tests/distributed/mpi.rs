@@ -43,7 +43,7 @@ fn processes_train_as_one() {
     if world().is_some() {
         return;
     }
-    on_all_ranks(4, &["training::", "--skip", "are_named"], &[], 6);
+    on_all_ranks(4, &["training::", "--skip", "are_named"], &[], 7);
 }
 
 /// Every rank passes so many tests.

@@ -199,6 +199,22 @@ fn buffers_are_those_of_rank_0() {
 }
 
 #[test]
+fn a_backward_that_fails_leaves_the_next_one_whole() {
+    for (rank, bias) in all(2, |group| {
+        let net = DataParallel::new(Net::new(1, DType::F32, group.device())?, group, Default::default())?;
+        let (x, _) = batch(0, (0, 1), DType::F32, group.device())?;
+        let hidden = net.module().first.forward(&x)?;
+        hidden.register_hook(|_| Err(Error::DivisionByZero { op: "hook" }))?; // the second layer has its gradients by then
+        assert!(net.module().second.forward(&hidden)?.sum((), false)?.backward().is_err());
+        net.zero_grad();
+        net.forward(&x)?.mul_scalar(group.rank() as f32)?.sum((), false)?.backward()?;
+        net.module().second.bias().expect("it has one").grad().expect("a gradient").to_vec::<f32>()
+    }) {
+        assert_eq!(bias, [BATCH as f32 / 2.0; 3], "rank {rank}");
+    }
+}
+
+#[test]
 fn a_module_without_parameters_is_refused() {
     let group = &Group::threads(&[Device::Cpu]).unwrap()[0];
     let net = claystone::nn::Identity;
