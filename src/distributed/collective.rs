@@ -83,7 +83,7 @@ impl<'a> Member<'a> {
 /// The ranks of the job in this rank's new group, and the context of its messages; none without a color. Contexts are one more
 /// than any that a rank of the group has had, so that groups that share a rank differ in theirs.
 pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Option<(Vec<usize>, u32)>> {
-    let next = m.transport.next_context();
+    let next = *m.transport.next_context();
     let mut own = [0; 20];
     own[..8].copy_from_slice(&color.map_or(-1, i64::from).to_ne_bytes());
     own[8..16].copy_from_slice(&key.to_ne_bytes());
@@ -94,7 +94,7 @@ pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Opti
     let mut colors: Vec<i64> = all.iter().map(|bytes| i64_at(bytes, 0)).filter(|&color| color >= 0).collect();
     colors.sort_unstable();
     colors.dedup();
-    m.transport.set_next_context(first + colors.len() as u32);
+    *m.transport.next_context() = first + colors.len() as u32;
     let Some(color) = color.map(i64::from) else { return Ok(None) };
     let mut members: Vec<(i64, usize)> =
         (0..all.len()).filter(|&r| i64_at(&all[r], 0) == color).map(|r| (i64_at(&all[r], 8), r)).collect();

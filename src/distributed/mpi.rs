@@ -133,12 +133,8 @@ impl Transport for Mpi {
         self.size
     }
 
-    fn next_context(&self) -> u32 {
-        self.next_context
-    }
-
-    fn set_next_context(&mut self, context: u32) {
-        self.next_context = context;
+    fn next_context(&mut self) -> &mut u32 {
+        &mut self.next_context
     }
 
     fn exchange(

@@ -9,9 +9,7 @@ pub(super) trait Transport {
     fn size(&self) -> usize;
 
     /// The least context that this rank has used in no group.
-    fn next_context(&self) -> u32;
-
-    fn set_next_context(&mut self, context: u32);
+    fn next_context(&mut self) -> &mut u32;
 
     /// Sends and receives what is given, each with its rank, in whatever order it goes. What two ranks send each other in a
     /// context is received in the order in which it was sent, in pieces of the sizes in which it was sent.

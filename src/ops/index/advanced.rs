@@ -294,7 +294,7 @@ impl Tensor {
         Ok(self.recorded_put(op, out, kept, values, accumulate))
     }
 
-    /// What was this tensor and has the values at these places, with its node where either is tracked.
+    /// What was this tensor and has the values at these positions, with its node where either is tracked.
     fn recorded_put(
         &self,
         op: &'static str,
