@@ -1,6 +1,7 @@
 //! Trains a small network to read handwritten digits: 64 pixels in, two hidden layers of 128 and 64, ten classes out.
 //!
-//! `cargo run --release --example digits -- --help`
+//! `cargo run --release --example digits -- --help`; on two devices, or as two processes of one:
+//! `cargo build --release --features mpi --example digits && mpirun -n 2 target/release/examples/digits --distributed`
 
 mod common;
 
@@ -8,6 +9,7 @@ use std::time::Instant;
 
 use clap::Parser;
 use claystone::Generator;
+use claystone::distributed::{DataParallel, DataParallelOptions};
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use common::images::{self, HELD_OUT, accuracy};
@@ -16,7 +18,7 @@ use common::{Curve, phase};
 /// Reads handwritten digits: an MLP 64-128-64-10 trained on 1,437 images, tested on 360 it never saw.
 #[derive(Parser)]
 struct Args {
-    /// Images a step
+    /// Images a step, on every rank
     #[arg(long, default_value_t = 32)]
     batch: usize,
     /// Learning rate of AdamW
@@ -25,22 +27,26 @@ struct Args {
     #[command(flatten)]
     training: common::Training<40>,
     #[command(flatten)]
+    ranks: common::Ranks,
+    #[command(flatten)]
     run: common::Run,
 }
 
 const PIXELS: usize = 64;
 
 fn main() -> common::Outcome {
-    let args = Args::parse();
+    let mut args = Args::parse();
+    let group = args.ranks.join(&mut args.run)?;
     let epochs = args.training.epochs;
     let watching = args.run.start()?;
     let (train, test) = images::digits(args.run.device, args.run.dtype)?;
 
     let options = args.run.options();
-    let mut net = Sequential::new()
+    let net = Sequential::new()
         .push(Linear::new(PIXELS, 128, options)?.with_activation(Activation::Relu))
         .push(Linear::new(128, 64, options)?.with_activation(Activation::Relu))
         .push(Linear::new(64, 10, options)?);
+    let mut net = DataParallel::new(net, &group, DataParallelOptions::default())?;
     let mut adam = AdamW::new(net.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
     // The generator has the order of the images of the epochs to come.
     let (mut epoch, mut generator) = (0, Generator::current());
@@ -50,23 +56,24 @@ fn main() -> common::Outcome {
         ("generator", &mut generator),
         ("epoch", &mut epoch),
     ])?;
-    println!(
-        "training on {} images in {}, {epochs} epochs of minibatches of {}; {HELD_OUT} images held out",
+    args.run.print(format_args!(
+        "{} ranks training on {} images in {}, {epochs} epochs of minibatches of {}; {HELD_OUT} images held out",
+        group.size(),
         train.len(),
         args.run.dtype,
         args.batch
-    );
+    ));
 
-    let (start, bar) = (Instant::now(), common::progress(epochs));
+    let (start, bar) = (Instant::now(), args.run.progress(epochs));
     let mut curves = ["training loss", "test error"].map(|name| Curve { name: name.into(), points: Vec::new() });
     let mut times = Vec::new();
     bar.set_position(epoch as u64);
     while epoch < epochs {
         epoch += 1;
         let begun = Instant::now();
-        let shuffled = train.shuffled()?;
+        let shuffled = train.shuffled()?; // alike on every rank, from one seed
         let mut losses = Vec::new();
-        for from in (0..train.len()).step_by(args.batch) {
+        for from in images::batches(train.len(), args.batch, &group) {
             let batch = shuffled.batch(from, args.batch)?;
             let x = batch.images.flatten(1, -1)?;
             let loss = phase("forward", || net.forward(&x)?.cross_entropy(&batch.labels))?;
@@ -83,22 +90,35 @@ fn main() -> common::Outcome {
         curves[1].points.push((epoch as f64, error));
         bar.set_message(format!("loss {mean:.4}  test error {:.1} %", 100.0 * error));
         bar.inc(1);
-        args.training.save(&[("model", &net), ("optimizer", &adam), ("generator", &generator), ("epoch", &epoch)])?;
+        if group.rank() == 0 {
+            args.training.save(&[
+                ("model", &net),
+                ("optimizer", &adam),
+                ("generator", &generator),
+                ("epoch", &epoch),
+            ])?;
+        }
         if epoch % 10 == 0 || epoch == epochs {
-            bar.suspend(|| println!("epoch {epoch:3}  loss {mean:.4}  test error {:.1} %", 100.0 * error));
+            bar.suspend(|| {
+                args.run.print(format_args!("epoch {epoch:3}  loss {mean:.4}  test error {:.1} %", 100.0 * error))
+            });
         }
     }
     bar.finish_and_clear();
 
     times.sort_by(f64::total_cmp);
     let median = times.get(times.len() / 2).copied().unwrap_or_default();
-    println!("trained in {:.1} s, {median:.2} ms an epoch (the median)", start.elapsed().as_secs_f64());
-    let figure = common::figure("digits.png")?;
-    let title = format!("handwritten digits, MLP 64-128-64-10, {} on {}", args.run.dtype, args.run.device);
-    common::plot(&figure, (&title, "epoch", "loss (cross entropy), error"), &curves)?;
-    println!("loss curve in {}", figure.display());
-    println!("{}", args.run.device.memory_stats()?);
-    println!("test accuracy {:.3}", accuracy(&net, &test, |x| x.flatten(1, -1))?);
+    let seconds = start.elapsed().as_secs_f64();
+    args.run.print(format_args!("trained in {seconds:.1} s, {median:.2} ms an epoch (the median)"));
+    if group.rank() == 0 {
+        let figure = common::figure("digits.png")?;
+        let title = format!("handwritten digits, MLP 64-128-64-10, {} on {}", args.run.dtype, args.run.device);
+        common::plot(&figure, (&title, "epoch", "loss (cross entropy), error"), &curves)?;
+        println!("loss curve in {}", figure.display());
+    }
+    args.run.print(args.run.device.memory_stats()?);
+    let accuracy = accuracy(&net, &test, |x| x.flatten(1, -1))?;
+    args.run.print(format_args!("test accuracy {accuracy:.3}"));
     watching.finish()?;
     Ok(())
 }

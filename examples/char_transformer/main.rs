@@ -3,7 +3,8 @@
 //! `cargo run --release --example char_transformer` reads this crate's own sources. On two cores of a processor (PoCL) the
 //! default 300 steps take two or three minutes, and the loss on the text held out falls below 2.2 nats a character (2.12), from 4.8
 //! where every character is as likely as any other. `--dtype bf16` does the same in mixed precision. Other text:
-//! `cargo run --release --example char_transformer -- shakespeare.txt --steps 2000`.
+//! `cargo run --release --example char_transformer -- shakespeare.txt --steps 2000`. Built with `--features mpi`,
+//! `mpirun -n 2 target/release/examples/char_transformer --distributed` trains on two devices or processes.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -14,9 +15,10 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::Parser;
+use claystone::distributed::{DataParallel, DataParallelOptions};
 use claystone::nn::Module;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
-use claystone::{Device, Result, Tensor, no_grad};
+use claystone::{Device, Result, Tensor, manual_seed, no_grad};
 use common::{Outcome, phase};
 use model::{Gpt, Sizes, Text, windows};
 
@@ -28,7 +30,7 @@ struct Args {
     /// Training steps
     #[arg(long, default_value_t = 300)]
     steps: usize,
-    /// Windows a step
+    /// Windows a step, on every rank
     #[arg(long, default_value_t = 16)]
     batch: usize,
     /// Characters that the model looks back on
@@ -52,6 +54,8 @@ struct Args {
     /// Characters to write at the end
     #[arg(long, default_value_t = 400)]
     sample: usize,
+    #[command(flatten)]
+    ranks: common::Ranks,
     #[command(flatten)]
     run: common::Run,
 }
@@ -84,7 +88,8 @@ fn write(gpt: &Gpt, numbers: &[i64], count: usize, device: Device) -> Result<Vec
 }
 
 fn main() -> Outcome {
-    let args = Args::parse();
+    let mut args = Args::parse();
+    let group = args.ranks.join(&mut args.run)?;
     let watching = args.run.start()?;
     let mut text = String::new();
     let own = [Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
@@ -109,16 +114,20 @@ fn main() -> Outcome {
         heads: args.heads,
         tied: args.tied,
     };
-    let mut gpt = Gpt::new(sizes, args.run.device)?;
-    println!(
-        "{} characters, {} different ones; {} parameters; {}",
+    let mut gpt = DataParallel::new(Gpt::new(sizes, args.run.device)?, &group, DataParallelOptions::default())?;
+    args.run.print(format_args!(
+        "{} ranks; {} characters, {} different ones; {} parameters; {}",
+        group.size(),
         text.numbers.len(),
         text.characters.len(),
         gpt.parameter_count(),
         args.run.dtype
-    );
+    ));
+    if group.rank() > 0 {
+        manual_seed(args.run.seed + group.rank() as u64); // every rank has windows of its own
+    }
     let mut optimizer = AdamW::new(gpt.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
-    let bar = common::progress(args.steps);
+    let bar = args.run.progress(args.steps);
     let started = Instant::now();
     for step in 1..=args.steps {
         let progress = step as f64 / args.steps as f64;
@@ -126,7 +135,7 @@ fn main() -> Outcome {
         optimizer.set_learning_rates(&[lr])?;
         optimizer.zero_grad();
         let windows = phase("data", || windows(&train, args.batch, length))?;
-        let loss = phase("forward", || gpt.loss(&windows, args.run.dtype))?;
+        let loss = phase("forward", || gpt.module().loss(&windows, args.run.dtype))?;
         phase("backward", || loss.backward())?;
         phase("update", || {
             clip_grad_norm_(gpt.parameters(), 1.0, 2.0)?;
@@ -142,15 +151,21 @@ fn main() -> Outcome {
     args.run.device.synchronize()?;
     bar.finish_and_clear();
     let seconds = started.elapsed().as_secs_f64();
+    let gpt = gpt.module();
     let mut total = 0.0;
     const BATCHES: usize = 10;
     for _ in 0..BATCHES {
         total +=
             f64::from(no_grad(|| gpt.loss(&windows(&held_out, args.batch, length)?, args.run.dtype)?.item::<f32>())?);
     }
-    println!("{:.1} ms a step; loss on text held out {:.3}", 1e3 * seconds / args.steps as f64, total / BATCHES as f64);
-    let written = no_grad(|| write(&gpt, &held[..args.context.min(held.len())], args.sample, args.run.device))?;
-    println!("{}", written.iter().map(|&n| text.characters[n as usize]).collect::<String>());
+    args.run.print(format_args!(
+        "{:.1} ms a step, {:.0} characters a second; loss on text held out {:.3}",
+        1e3 * seconds / args.steps as f64,
+        (args.steps * args.batch * args.context * group.size()) as f64 / seconds,
+        total / BATCHES as f64
+    ));
+    let written = no_grad(|| write(gpt, &held[..args.context.min(held.len())], args.sample, args.run.device))?;
+    args.run.print(written.iter().map(|&n| text.characters[n as usize]).collect::<String>());
     watching.finish()?;
     Ok(())
 }

@@ -6,6 +6,7 @@ use std::io::Read;
 use std::path::Path;
 
 use claystone::data::Dataset;
+use claystone::distributed::Group;
 use claystone::nn::Module;
 use claystone::{DType, Device, Generator, Interpolation, PadMode, Tensor, no_grad, with_generator};
 use flate2::read::GzDecoder;
@@ -68,6 +69,12 @@ impl Dataset for Augmented {
         let image = padded.narrow(1, random[0] as usize, rows)?.narrow(2, random[1] as usize, columns)?;
         Ok((image, self.0.labels.select(0, index as isize)?))
     }
+}
+
+/// Where this rank's batches of a set begin: the ranks take them in turns, all equally many.
+pub fn batches(images: usize, batch: usize, group: &Group) -> impl Iterator<Item = usize> + use<> {
+    let count = images.div_ceil(batch) / group.size();
+    (0..images).step_by(batch).skip(group.rank()).step_by(group.size()).take(count)
 }
 
 /// Images of bytes as numbers of about zero mean and a variance of one, as networks want them.

@@ -5,9 +5,11 @@ pub mod images;
 pub mod measure;
 
 use std::error::Error;
+use std::fmt::Display;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use claystone::distributed::Group;
 use claystone::profiler::{Profiler, SortBy};
 use claystone::storage::{HistoryOptions, annotate, with_context};
 use claystone::{DType, Device, Tensor, io, manual_seed};
@@ -48,6 +50,37 @@ pub struct Run {
     /// Record the history of memory and save a snapshot to FILE (.pickle or .json, for claystone snapshot and view)
     #[arg(long, value_name = "FILE")]
     snapshot: Option<PathBuf>,
+    /// This process's number in the job: the first one prints
+    #[arg(skip)]
+    rank: usize,
+}
+
+/// The argument of examples that train on several devices and machines.
+#[derive(Debug, clap::Args)]
+pub struct Ranks {
+    /// Be one rank of a job that mpirun has started: every rank trains on batches of its own (needs --features mpi)
+    #[arg(long)]
+    distributed: bool,
+}
+
+impl Ranks {
+    /// The ranks of the job, each with its device; this process alone without `--distributed`.
+    pub fn join(&self, run: &mut Run) -> Result<Group, Box<dyn Error>> {
+        if !self.distributed {
+            return Ok(Group::threads(&[run.device])?.remove(0));
+        }
+        #[cfg(not(feature = "mpi"))]
+        return Err("--distributed needs MPI: build this example with --features mpi".into());
+        #[cfg(feature = "mpi")]
+        {
+            let group = Group::world()?;
+            if run.device != Device::Cpu {
+                run.device = group.device();
+            }
+            run.rank = group.rank();
+            Ok(group)
+        }
+    }
 }
 
 /// What is recorded until [`finish`](Self::finish).
@@ -59,13 +92,27 @@ pub struct Watching<'a> {
 impl Run {
     /// Says where the work will run, seeds the generator, and begins to record what the options ask for.
     pub fn start(&self) -> claystone::Result<Watching<'_>> {
-        announce(self.device)?;
+        if self.rank == 0 {
+            announce(self.device)?;
+        }
         manual_seed(self.seed);
         if self.snapshot.is_some() {
             self.device.record_memory_history(HistoryOptions { max_entries: 1_000_000, ..Default::default() })?;
         }
         let profile = self.profile.as_deref().map(|file| Ok((Profiler::start()?, file))).transpose()?;
         Ok(Watching { profile, snapshot: self.snapshot.as_deref().map(|file| (self.device, file)) })
+    }
+
+    /// Prints a line, once for all ranks.
+    pub fn print(&self, line: impl Display) {
+        if self.rank == 0 {
+            println!("{line}");
+        }
+    }
+
+    /// [`progress`], once for all ranks.
+    pub fn progress(&self, steps: usize) -> ProgressBar {
+        if self.rank == 0 { progress(steps) } else { ProgressBar::hidden() }
     }
 
     /// The dtype and the device of tensors.

@@ -1,15 +1,16 @@
 //! How collectives go over a transport, on the bytes of tensors: in slices, each brought to the host, exchanged, reduced and
-//! brought back, so that no more of the host's memory is needed than for one.
+//! brought back, so that no more of the host's memory is needed than for a few.
 
 use std::ops::Range;
 
 use super::group::Membership;
 use super::reduce::ReduceOp;
+use super::staging::{Staging, Steps, in_slices};
 use super::transport::{Call, Transport};
-use crate::{DType, Device, Error, HostArray, Result, Tensor};
+use crate::{DType, Error, Result, Tensor};
 
-/// Bytes of a slice, all ranks' parts together: few enough to stay in a processor's caches.
-const SLICE: usize = 4 << 20;
+/// Bytes of a slice, all ranks' parts together: few enough to stay in a processor's caches. All ranks cut alike, on any device.
+const SLICE: usize = 1 << 20;
 
 /// Ranks' parts of a slice begin at multiples of this, where elements of every dtype may.
 const ALIGN: usize = 64;
@@ -103,88 +104,22 @@ pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Opti
     Ok(Some((members.into_iter().map(|(_, r)| m.of.ranks[r]).collect(), context)))
 }
 
-/// Bytes of the host that a device's are copied to and from: pinned for an OpenCL device.
-struct Staging(Option<HostArray<u8>>);
-
-impl Staging {
-    fn new(bytes: usize, device: Device) -> Result<Staging> {
-        let host = Tensor::zeros(bytes, (DType::U8, Device::Cpu))?;
-        let host = match device {
-            Device::Cpu => host,
-            _ => host.pin_memory(device)?,
-        };
-        Ok(Staging(Some(host.into_host()?)))
-    }
-
-    fn bytes(&mut self) -> &mut [u8] {
-        self.0.as_mut().expect("whole between calls")
-    }
-
-    /// Copies from these bytes of `from` to those from `at` on.
-    fn read(&mut self, at: usize, from: &Tensor, range: Range<usize>) -> Result<()> {
-        self.copy(|host| part(host, at..at + range.len())?.copy_(&part(from, range)?).map(|_| ()))
-    }
-
-    /// Copies to these bytes of `to` from those from `at` on.
-    fn write(&mut self, at: usize, to: &Tensor, range: Range<usize>) -> Result<()> {
-        self.copy(|host| part(to, range.clone())?.copy_(&part(host, at..at + range.len())?).map(|_| ()))
-    }
-
-    /// [`read`](Self::read) from tensors that are one after another.
-    fn read_all(&mut self, from: &[Tensor], range: Range<usize>) -> Result<()> {
-        each_part(from, range, |at, tensor, range| self.read(at, tensor, range))
-    }
-
-    /// [`write`](Self::write) to tensors that are one after another.
-    fn write_all(&mut self, to: &[Tensor], range: Range<usize>) -> Result<()> {
-        each_part(to, range, |at, tensor, range| self.write(at, tensor, range))
-    }
-
-    fn copy(&mut self, f: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
-        let host = self.0.take().expect("whole between calls").into_tensor();
-        let copied = f(&host);
-        self.0 = Some(host.into_host()?);
-        copied
-    }
-}
-
-/// Calls `f` with what each of the tensors, one after another, has of a range: where that begins in the range, the tensor, and
-/// its own bytes.
-fn each_part(
-    tensors: &[Tensor],
-    range: Range<usize>,
-    mut f: impl FnMut(usize, &Tensor, Range<usize>) -> Result<()>,
-) -> Result<()> {
-    let mut start = 0;
-    for tensor in tensors {
-        let end = start + tensor.numel();
-        let (from, to) = (range.start.max(start), range.end.min(end));
-        if from < to {
-            f(from - range.start, tensor, from - start..to - start)?;
-        }
-        start = end;
-    }
-    Ok(())
-}
-
-fn part(bytes: &Tensor, range: Range<usize>) -> Result<Tensor> {
-    bytes.narrow(0, range.start, range.len())
-}
-
 /// The ranks' parts of so many bytes.
 fn parts(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
     let share = bytes.div_ceil(ranks).next_multiple_of(ALIGN);
     (0..ranks).map(|rank| (rank * share).min(bytes)..((rank + 1) * share).min(bytes)).collect()
 }
 
-/// Slices of so many bytes.
-fn slices(bytes: usize, slice: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..bytes).step_by(slice).map(move |at| at..(at + slice).min(bytes))
+/// Slices of a part of so many bytes that each of the ranks has, and the bytes between the parts of a slice in a buffer.
+fn cut(bytes: usize, ranks: usize) -> (impl ExactSizeIterator<Item = Range<usize>> + Clone + Send, usize) {
+    let slice = (SLICE / ranks).next_multiple_of(ALIGN);
+    let slices = (0..bytes).step_by(slice).map(move |at| at..(at + slice).min(bytes));
+    (slices, slice.min(bytes).next_multiple_of(ALIGN))
 }
 
-/// A slice of a part that each rank has.
-fn slice_of_parts(ranks: usize) -> usize {
-    (SLICE / ranks).next_multiple_of(ALIGN)
+/// A slice of the parts of so many bytes as bytes of part p.
+fn of_part(p: usize, bytes: usize, slice: &Range<usize>) -> Range<usize> {
+    p * bytes + slice.start..p * bytes + slice.end
 }
 
 /// Bytes that begin where elements of every dtype may.
@@ -222,16 +157,12 @@ fn rooms(others: &mut [u8], bytes: usize) -> impl Iterator<Item = &mut [u8]> {
 /// go out and come in for each of its bytes, however many ranks there are, and all have the same bits.
 pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n) = (m.rank(), m.size());
-    let bytes = tensors.iter().map(Tensor::numel).sum();
-    let most = SLICE.min(bytes);
-    let mut staging = Staging::new(most, tensors[0].device())?;
-    let room = parts(most, n)[0].len().next_multiple_of(ALIGN);
+    let (slices, buffer) = cut(tensors.iter().map(Tensor::numel).sum(), 1);
+    let room = parts(buffer, n)[0].len().next_multiple_of(ALIGN);
     let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
-    for slice in slices(bytes, SLICE) {
+    let exchange = |host: &mut [u8], slice: Range<usize>| {
         let parts = parts(slice.len(), n);
         let own = parts[rank].clone();
-        staging.read_all(tensors, slice.clone())?;
-        let host = &mut staging.bytes()[..slice.len()];
         let versions = &mut others.get()[..own.len().next_multiple_of(ALIGN) * (n - 1)];
         m.exchange(m.others().map(|p| (p, &host[parts[p].clone()])), m.others().zip(rooms(versions, own.len())))?;
         let reduced = &mut reduced.get()[..own.len()];
@@ -246,118 +177,109 @@ pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: R
                 receives.push((p, this));
             }
         }
-        m.exchange(m.others().map(|p| (p, &*reduced)), receives)?;
-        staging.write_all(tensors, slice)?;
-    }
-    Ok(())
+        m.exchange(m.others().map(|p| (p, &*reduced)), receives)
+    };
+    let read = |staging: &mut Staging, slice| staging.read_all(tensors, slice);
+    let write = |staging: &mut Staging, slice| staging.write_all(tensors, slice);
+    in_slices(tensors[0].device(), buffer, slices, Steps { read, exchange, write })
 }
 
 /// Along a binomial tree whose root is the root.
-pub(super) fn broadcast(m: &mut Member, bytes: &Tensor, root: usize) -> Result<()> {
+pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Result<()> {
     let n = m.size();
     let rank = (m.rank() + n - root) % n;
     let of_group = |rank: usize| (rank + root) % n;
     // A rank has its bytes from the one without its lowest bit, and gives them to those with one lower bit set.
     let lowest = if rank == 0 { n.next_power_of_two() } else { 1 << rank.trailing_zeros() };
-    let mut staging = Staging::new(SLICE.min(bytes.numel()), bytes.device())?;
-    for slice in slices(bytes.numel(), SLICE) {
-        match rank {
-            0 => staging.read(0, bytes, slice.clone())?,
-            _ => m.exchange([], [(of_group(rank - lowest), &mut staging.bytes()[..slice.len()])])?,
-        }
-        let host = &staging.bytes()[..slice.len()];
-        let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
-        m.exchange(bits.map(|bit| rank + bit).filter(|&to| to < n).map(|to| (of_group(to), host)), [])?;
+    let exchange = |host: &mut [u8], slice: Range<usize>| {
         if rank != 0 {
-            staging.write(0, bytes, slice)?;
+            m.exchange([], [(of_group(rank - lowest), &mut host[..slice.len()])])?;
         }
-    }
-    Ok(())
+        let host = &host[..slice.len()];
+        let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
+        m.exchange(bits.map(|bit| rank + bit).filter(|&to| to < n).map(|to| (of_group(to), host)), [])
+    };
+    let read = |staging: &mut Staging, slice| if rank == 0 { staging.read_all(tensors, slice) } else { Ok(()) };
+    let write = |staging: &mut Staging, slice| if rank != 0 { staging.write_all(tensors, slice) } else { Ok(()) };
+    let (slices, buffer) = cut(tensors.iter().map(Tensor::numel).sum(), 1);
+    in_slices(tensors[0].device(), buffer, slices, Steps { read, exchange, write })
 }
 
 /// `own` of every rank to `to`, in the order of the ranks.
 pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), own.numel());
-    let most = slice_of_parts(n);
-    let room = most.min(bytes).next_multiple_of(ALIGN);
-    let mut staging = Staging::new(room * n, own.device())?;
-    for slice in slices(bytes, most) {
-        staging.read(rank * room, own, slice.clone())?;
+    let (slices, room) = cut(bytes, n);
+    let read = |staging: &mut Staging, slice| staging.read(rank * room, own, slice);
+    let exchange = |host: &mut [u8], slice: Range<usize>| {
         let mut sent: &[u8] = &[];
         let mut receives = Vec::with_capacity(n);
-        for (p, part) in staging.bytes().chunks_mut(room).enumerate() {
+        for (p, part) in host.chunks_mut(room).enumerate() {
             match p == rank {
                 true => sent = &part[..slice.len()],
                 false => receives.push((p, &mut part[..slice.len()])),
             }
         }
-        m.exchange(m.others().map(|p| (p, sent)), receives)?;
-        for p in 0..n {
-            staging.write(p * room, to, p * bytes + slice.start..p * bytes + slice.end)?;
-        }
-    }
-    Ok(())
+        m.exchange(m.others().map(|p| (p, sent)), receives)
+    };
+    let write = |staging: &mut Staging, slice: Range<usize>| {
+        (0..n).try_for_each(|p| staging.write(p * room, to, of_part(p, bytes, &slice)))
+    };
+    in_slices(own.device(), n * room, slices, Steps { read, exchange, write })
 }
 
 /// To `to` this rank's part of what becomes of all ranks' `from`, in the order of the ranks.
 pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), to.numel());
-    let most = slice_of_parts(n);
-    let room = most.min(bytes).next_multiple_of(ALIGN);
-    let mut staging = Staging::new(room * n, from.device())?;
+    let (slices, room) = cut(bytes, n);
     let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
-    for slice in slices(bytes, most) {
-        for p in 0..n {
-            staging.read(p * room, from, p * bytes + slice.start..p * bytes + slice.end)?;
-        }
-        let host = staging.bytes();
+    let read = |staging: &mut Staging, slice: Range<usize>| {
+        (0..n).try_for_each(|p| staging.read(p * room, from, of_part(p, bytes, &slice)))
+    };
+    let exchange = |host: &mut [u8], slice: Range<usize>| {
         let versions = &mut others.get()[..slice.len().next_multiple_of(ALIGN) * (n - 1)];
         let sends = m.others().map(|p| (p, &host[p * room..][..slice.len()]));
         m.exchange(sends, m.others().zip(rooms(versions, slice.len())))?;
         let reduced = &mut reduced.get()[..slice.len()];
         reduce_part(rank, &host[rank * room..][..slice.len()], versions, (dtype, op), reduced);
         host[..slice.len()].copy_from_slice(reduced);
-        staging.write(0, to, slice)?;
-    }
-    Ok(())
+        Ok(())
+    };
+    let write = |staging: &mut Staging, slice| staging.write(0, to, slice);
+    in_slices(from.device(), n * room, slices, Steps { read, exchange, write })
 }
 
 /// Part p of `from` to rank p; from there to part p of `to`.
 pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n) = (m.rank(), m.size());
     let bytes = from.numel() / n;
-    let most = slice_of_parts(n);
-    let room = most.min(bytes).next_multiple_of(ALIGN);
-    let (mut out, mut into) = (Staging::new(room * n, from.device())?, Staging::new(room * n, to.device())?);
-    for slice in slices(bytes, most) {
-        let of = |p: usize| p * bytes + slice.start..p * bytes + slice.end;
-        for p in 0..n {
-            out.read(p * room, from, of(p))?;
-        }
-        let (out, received) = (out.bytes(), into.bytes());
+    let (slices, room) = cut(bytes, n);
+    let read = |staging: &mut Staging, slice: Range<usize>| {
+        (0..n).try_for_each(|p| staging.read(p * room, from, of_part(p, bytes, &slice)))
+    };
+    // What is received is behind what is sent.
+    let exchange = |host: &mut [u8], slice: Range<usize>| {
+        let (out, received) = host.split_at_mut(n * room);
         received[rank * room..][..slice.len()].copy_from_slice(&out[rank * room..][..slice.len()]);
         let receives = received.chunks_mut(room).map(|part| &mut part[..slice.len()]).enumerate();
         let sends = m.others().map(|p| (p, &out[p * room..][..slice.len()]));
-        m.exchange(sends, receives.filter(|(p, _)| *p != rank))?;
-        for p in 0..n {
-            into.write(p * room, to, of(p))?;
-        }
-    }
-    Ok(())
+        m.exchange(sends, receives.filter(|(p, _)| *p != rank))
+    };
+    let write = |staging: &mut Staging, slice: Range<usize>| {
+        (0..n).try_for_each(|p| staging.write((n + p) * room, to, of_part(p, bytes, &slice)))
+    };
+    in_slices(from.device(), 2 * n * room, slices, Steps { read, exchange, write })
 }
 
 pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
-    let mut staging = Staging::new(SLICE.min(bytes.numel()), bytes.device())?;
-    slices(bytes.numel(), SLICE).try_for_each(|slice| {
-        staging.read(0, bytes, slice.clone())?;
-        m.exchange([(to, &staging.bytes()[..slice.len()])], [])
-    })
+    let read = |staging: &mut Staging, slice| staging.read(0, bytes, slice);
+    let exchange = |host: &mut [u8], slice: Range<usize>| m.exchange([(to, &host[..slice.len()])], []);
+    let (slices, buffer) = cut(bytes.numel(), 1);
+    in_slices(bytes.device(), buffer, slices, Steps { read, exchange, write: |_: &mut Staging, _| Ok(()) })
 }
 
 pub(super) fn recv(m: &mut Member, bytes: &Tensor, from: usize) -> Result<()> {
-    let mut staging = Staging::new(SLICE.min(bytes.numel()), bytes.device())?;
-    slices(bytes.numel(), SLICE).try_for_each(|slice| {
-        m.exchange([], [(from, &mut staging.bytes()[..slice.len()])])?;
-        staging.write(0, bytes, slice)
-    })
+    let exchange = |host: &mut [u8], slice: Range<usize>| m.exchange([], [(from, &mut host[..slice.len()])]);
+    let write = |staging: &mut Staging, slice| staging.write(0, bytes, slice);
+    let (slices, buffer) = cut(bytes.numel(), 1);
+    in_slices(bytes.device(), buffer, slices, Steps { read: |_: &mut Staging, _| Ok(()), exchange, write })
 }

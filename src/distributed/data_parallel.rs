@@ -68,12 +68,7 @@ impl<M: Module> DataParallel<M> {
         let op = "DataParallel::new";
         let mut tensors = Vec::new();
         module.visit("", &mut |_, _, t| tensors.push(t.detach()));
-        tensors
-            .iter()
-            .map(|t| group.broadcast_async(t, 0))
-            .collect::<Result<Vec<_>>>()?
-            .into_iter()
-            .try_for_each(Work::wait)?;
+        broadcast(group, &tensors, options.bucket_bytes)?;
         let parameters = module.named_parameters("").into_iter().filter(|(_, p)| p.requires_grad());
         let parameters: Vec<(String, Tensor)> = parameters.map(|(name, p)| (name, p.shallow_clone())).collect();
         if parameters.is_empty() {
@@ -121,8 +116,7 @@ impl<M: Module> DataParallel<M> {
         }
         let mut buffers = Vec::new();
         self.module.visit("", &mut |_, role, t| buffers.extend((role == Role::Buffer).then(|| t.detach())));
-        let work = buffers.iter().map(|t| group.broadcast_async(t, 0)).collect::<Result<Vec<_>>>()?;
-        work.into_iter().try_for_each(Work::wait)
+        broadcast(group, &buffers, options.bucket_bytes)
     }
 }
 
@@ -156,6 +150,39 @@ impl<Inputs, M: Forward<Inputs>> Forward<Inputs> for DataParallel<M> {
         self.broadcast_buffers()?;
         self.module.call(inputs)
     }
+}
+
+/// Rank 0's values on every rank.
+fn broadcast(group: &Group, tensors: &[Tensor], bucket_bytes: usize) -> Result<()> {
+    let tensors: Vec<&Tensor> = tensors.iter().collect();
+    let send = |bucket: Vec<usize>| {
+        let together: Vec<&Tensor> = bucket.into_iter().map(|i| tensors[i]).collect();
+        group.broadcast_coalesced_async(&together, 0)
+    };
+    let work = buckets(&tensors, bucket_bytes).into_iter().map(send).collect::<Result<Vec<_>>>()?;
+    work.into_iter().try_for_each(Work::wait)
+}
+
+/// Which tensors travel together, from the last to the first: of one dtype and device, with so many bytes at most unless it is
+/// a single one.
+fn buckets(tensors: &[&Tensor], most: usize) -> Vec<Vec<usize>> {
+    let mut buckets: Vec<Vec<usize>> = Vec::new();
+    let mut bytes = 0; // of the last bucket
+    for (i, t) in tensors.iter().enumerate().rev() {
+        let size = t.numel() * t.dtype().size();
+        let alike = |&j: &usize| (tensors[j].dtype(), tensors[j].device()) == (t.dtype(), t.device());
+        match buckets.last_mut().filter(|bucket| bucket.iter().all(alike) && bytes + size <= most) {
+            Some(bucket) => {
+                bucket.push(i);
+                bytes += size;
+            }
+            None => {
+                buckets.push(vec![i]);
+                bytes = size;
+            }
+        }
+    }
+    buckets
 }
 
 /// Sends gradients as backward has them.
@@ -205,25 +232,8 @@ struct Sent {
 
 impl Reducer {
     fn new(group: Group, options: DataParallelOptions, parameters: Vec<(String, Tensor)>) -> Reducer {
-        let mut buckets: Vec<Vec<usize>> = Vec::new();
-        let mut bytes = usize::MAX; // of the last bucket
-        for (i, (_, p)) in parameters.iter().enumerate().rev() {
-            let size = p.numel() * p.dtype().size();
-            let alike = |&j: &usize| {
-                let other = &parameters[j].1;
-                (other.dtype(), other.device()) == (p.dtype(), p.device())
-            };
-            match buckets.last_mut().filter(|bucket| bucket.iter().all(alike)) {
-                Some(bucket) if bytes.saturating_add(size) <= options.bucket_bytes => {
-                    bucket.push(i);
-                    bytes += size;
-                }
-                _ => {
-                    buckets.push(vec![i]);
-                    bytes = size;
-                }
-            }
-        }
+        let tensors: Vec<&Tensor> = parameters.iter().map(|(_, p)| p).collect();
+        let buckets = buckets(&tensors, options.bucket_bytes);
         Reducer { group, options, parameters, buckets, syncs: AtomicBool::new(true), pass: Mutex::default() }
     }
 

@@ -157,9 +157,15 @@ impl Group {
     /// # Errors
     /// As there, of the arguments.
     pub fn broadcast_async(&self, tensor: &Tensor, root: usize) -> Result<Work> {
+        self.broadcast_coalesced_async(&[tensor], root)
+    }
+
+    /// [`broadcast`](Self::broadcast) of several tensors of one dtype on one device as if they were one (PyTorch's
+    /// `_broadcast_coalesced`).
+    pub(super) fn broadcast_coalesced_async(&self, tensors: &[&Tensor], root: usize) -> Result<Work> {
         self.check_rank("broadcast", root)?;
-        self.in_place("broadcast", &[tensor], &format!("root {root}"), move |m, bytes| {
-            collective::broadcast(m, &bytes[0], root)
+        self.in_place("broadcast", tensors, &format!("root {root}"), move |m, bytes| {
+            collective::broadcast(m, bytes, root)
         })
     }
 
@@ -352,7 +358,7 @@ impl Group {
         self.in_place_unchecked(op, Some(call), tensors, f)
     }
 
-    /// One whose strides leave gaps, or repeat elements, is changed through a copy.
+    /// One whose strides leave gaps, or repeat elements, is changed through a copy. Alone in the group it is as it would become.
     fn in_place_unchecked(
         &self,
         op: &'static str,
@@ -364,14 +370,32 @@ impl Group {
             let reason = "the tensor requires a gradient: detach() it, or call it in no_grad".into();
             return Err(Error::Autograd { op, reason });
         }
+        if self.size() == 1 {
+            return Ok(Work::done(op, ()));
+        }
         let targets: Vec<Tensor> = tensors.iter().map(|t| t.detach()).collect();
-        let dense = targets.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
-        let own: Vec<Tensor> = dense.iter().map(Tensor::shallow_clone).collect();
+        let (dense, own) = self.dense(&targets)?;
         self.submit(op, call, &dense, move |m, bytes| {
             f(m, bytes)?;
             let mut copied = targets.iter().zip(&own).filter(|(target, own)| !target.shares_storage(own));
             copied.try_for_each(|(target, own)| target.copy_(own).map(|_| ()))
         })
+    }
+
+    /// Contiguous tensors of all elements, and what each target becomes, which shares their storage. Several of an OpenCL device
+    /// are joined there: each transfer takes longer than a launch.
+    fn dense(&self, targets: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
+        if targets.len() == 1 || targets[0].device().is_cpu() {
+            let dense = targets.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
+            let own = dense.iter().map(Tensor::shallow_clone).collect();
+            return Ok((dense, own));
+        }
+        let rows = targets.iter().map(|t| t.reshape(t.numel())).collect::<Result<Vec<_>>>()?;
+        let joined = Tensor::cat(&rows, 0)?;
+        let sizes: Vec<usize> = targets.iter().map(Tensor::numel).collect();
+        let own = joined.split_with_sizes(&sizes, 0)?.into_iter().zip(targets);
+        let own = own.map(|(part, target)| part.reshape(target.shape())).collect::<Result<Vec<_>>>()?;
+        Ok((vec![joined], own))
     }
 
     /// A collective with a result of its own, on the tensor's device.

@@ -10,6 +10,7 @@ mod group;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod reduce;
+mod staging;
 mod threads;
 mod transport;
 

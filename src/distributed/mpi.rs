@@ -21,8 +21,12 @@ use crate::{Error, Result};
 /// The tag of the message that a rank leaves; groups' contexts come after it.
 const LEAVES: i32 = 0;
 
-/// How long a rank waits before it looks for others that have left.
+/// How long a rank asks again and again before it sleeps between, so that others of its core compute, and looks for ranks that
+/// have left.
 const PATIENCE: Duration = Duration::from_micros(200);
+
+/// How long it sleeps at a time.
+const NAP: Duration = Duration::from_micros(50);
 
 /// Set when the rank is to end, by itself or by `mpirun`.
 #[derive(Clone, Default)]
@@ -156,10 +160,17 @@ impl Transport for Mpi {
                 pending.push((*to, world.process_at_rank(*to as i32).immediate_send_with_tag(scope, *bytes, tag)));
             }
             let since = Instant::now();
-            let mut looked = since;
+            let (mut came, mut looked) = (since, since);
             while !pending.is_empty() {
+                let before = pending.len();
                 pending = pending.into_iter().filter_map(|(rank, r)| r.test().err().map(|r| (rank, r))).collect();
-                std::thread::yield_now(); // ranks may share a core
+                if pending.len() < before {
+                    came = Instant::now();
+                }
+                match came.elapsed() < PATIENCE {
+                    true => std::thread::yield_now(),
+                    false => std::thread::sleep(NAP),
+                }
                 if pending.is_empty() || looked.elapsed() < PATIENCE {
                     continue;
                 }

@@ -1,5 +1,6 @@
 //! Reductions of what the ranks have, element by element, in the order of the ranks: every rank has the same bits.
 
+use bytemuck::Zeroable;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -18,12 +19,15 @@ pub enum ReduceOp {
     Min,
 }
 
-/// Elements that a thread reduces at a time.
-const PIECE: usize = 1 << 14;
+/// Elements that are reduced at a time, in the first-level cache.
+const TILE: usize = 512;
+
+/// Tiles that are worth a thread.
+const TILES: usize = 32;
 
 /// A type of elements and the one that it is reduced in.
 trait Reduced: bytemuck::Pod + Send + Sync {
-    type In: Copy;
+    type In: Copy + Zeroable;
     fn widen(self) -> Self::In;
     fn narrow(v: Self::In) -> Self;
     fn sum(a: Self::In, b: Self::In) -> Self::In;
@@ -116,15 +120,20 @@ fn fold<T: Reduced>(
 ) {
     let ranks: Vec<&[T]> = ranks.iter().map(|bytes| bytemuck::cast_slice(bytes)).collect();
     let out: &mut [T] = bytemuck::cast_slice_mut(out);
-    out.par_chunks_mut(PIECE).enumerate().for_each(|(i, out)| {
-        let mut sums: Vec<T::In> = ranks[0][i * PIECE..][..out.len()].iter().map(|&v| v.widen()).collect();
-        for rank in &ranks[1..] {
-            for (sum, &v) in sums.iter_mut().zip(&rank[i * PIECE..][..out.len()]) {
-                *sum = step(*sum, v.widen());
+    let tile = |(i, out): (usize, &mut [T])| {
+        let mut sums = [T::In::zeroed(); TILE];
+        let sums = &mut sums[..out.len()];
+        for (k, rank) in ranks.iter().enumerate() {
+            let values = &rank[i * TILE..][..out.len()];
+            match k {
+                0 => sums.iter_mut().zip(values).for_each(|(sum, v)| *sum = v.widen()),
+                _ => sums.iter_mut().zip(values).for_each(|(sum, v)| *sum = step(*sum, v.widen())),
             }
         }
-        for (out, sum) in out.iter_mut().zip(sums) {
-            *out = T::narrow(last(sum));
-        }
-    });
+        out.iter_mut().zip(sums).for_each(|(out, sum)| *out = T::narrow(last(*sum)));
+    };
+    match rayon::current_num_threads() {
+        1 => out.chunks_mut(TILE).enumerate().for_each(tile), // not on another thread, which would have to be woken
+        _ => out.par_chunks_mut(TILE).with_min_len(TILES).enumerate().for_each(tile),
+    }
 }

@@ -1,0 +1,161 @@
+//! Bytes of the host that tensors' slices are copied to and from, and how the slices of a collective follow each other.
+
+use std::ops::Range;
+use std::sync::mpsc::channel;
+use std::thread::{Builder, scope};
+
+use crate::{DType, Device, Error, HostArray, Result, Stream, Tensor, with_stream};
+
+/// Slices under way at a time: one each that is read, exchanged and written.
+const UNDER_WAY: usize = 3;
+
+/// A buffer of the host: pinned where the device is one of OpenCL's.
+pub(super) struct Staging(Option<HostArray<u8>>);
+
+impl Staging {
+    fn new(bytes: usize, device: Device) -> Result<Staging> {
+        let host = Tensor::zeros(bytes, (DType::U8, Device::Cpu))?;
+        let host = match device {
+            Device::Cpu => host,
+            _ => host.pin_memory(device)?,
+        };
+        Ok(Staging(Some(host.into_host()?)))
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        self.0.as_mut().expect("whole between calls")
+    }
+
+    /// Copies from these bytes of `from` to those from `at` on.
+    pub(super) fn read(&mut self, at: usize, from: &Tensor, range: Range<usize>) -> Result<()> {
+        self.copy(|host| part(host, at..at + range.len())?.copy_(&part(from, range)?).map(|_| ()))
+    }
+
+    /// Copies to these bytes of `to` from those from `at` on.
+    pub(super) fn write(&mut self, at: usize, to: &Tensor, range: Range<usize>) -> Result<()> {
+        self.copy(|host| part(to, range.clone())?.copy_(&part(host, at..at + range.len())?).map(|_| ()))
+    }
+
+    /// [`read`](Self::read) from tensors that are one after another.
+    pub(super) fn read_all(&mut self, from: &[Tensor], range: Range<usize>) -> Result<()> {
+        each_part(from, range, |at, tensor, range| self.read(at, tensor, range))
+    }
+
+    /// [`write`](Self::write) to tensors that are one after another.
+    pub(super) fn write_all(&mut self, to: &[Tensor], range: Range<usize>) -> Result<()> {
+        each_part(to, range, |at, tensor, range| self.write(at, tensor, range))
+    }
+
+    fn copy(&mut self, f: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
+        let host = self.0.take().expect("whole between calls").into_tensor();
+        let copied = f(&host);
+        self.0 = Some(host.into_host()?);
+        copied
+    }
+}
+
+/// Calls `f` with what each of the tensors, one after another, has of a range: where that begins in the range, the tensor, and
+/// its own bytes.
+fn each_part(
+    tensors: &[Tensor],
+    range: Range<usize>,
+    mut f: impl FnMut(usize, &Tensor, Range<usize>) -> Result<()>,
+) -> Result<()> {
+    let mut start = 0;
+    for tensor in tensors {
+        let end = start + tensor.numel();
+        let (from, to) = (range.start.max(start), range.end.min(end));
+        if from < to {
+            f(from - range.start, tensor, from - start..to - start)?;
+        }
+        start = end;
+    }
+    Ok(())
+}
+
+fn part(bytes: &Tensor, range: Range<usize>) -> Result<Tensor> {
+    bytes.narrow(0, range.start, range.len())
+}
+
+/// What a collective does with each slice.
+pub(super) struct Steps<R, E, W> {
+    /// Brings it from the device to the host.
+    pub read: R,
+    /// Exchanges it with the other ranks.
+    pub exchange: E,
+    /// Brings what came of it back to the device.
+    pub write: W,
+}
+
+/// Does the steps of a collective slice by slice, through staging buffers of so many bytes. On an OpenCL device a slice is
+/// exchanged while the next one is read and the last one is written, each on a stream of its own.
+pub(super) fn in_slices<R, E, W>(
+    device: Device,
+    buffer: usize,
+    slices: impl ExactSizeIterator<Item = Range<usize>> + Send,
+    steps: Steps<R, E, W>,
+) -> Result<()>
+where
+    R: Fn(&mut Staging, Range<usize>) -> Result<()> + Send,
+    E: FnMut(&mut [u8], Range<usize>) -> Result<()>,
+    W: Fn(&mut Staging, Range<usize>) -> Result<()> + Send,
+{
+    let Steps { read, mut exchange, write } = steps;
+    if device.is_cpu() || slices.len() < 2 {
+        let mut staging = Staging::new(buffer, device)?;
+        return slices.into_iter().try_for_each(|slice| {
+            read(&mut staging, slice.clone())?;
+            exchange(staging.bytes(), slice.clone())?;
+            write(&mut staging, slice)
+        });
+    }
+    let (reading, writing) = (Stream::current(device)?, Stream::new(device)?);
+    // What was submitted before may still read what is written.
+    let submitted = reading.record_event()?;
+    let (give_back, free) = channel();
+    for _ in 0..UNDER_WAY {
+        let _ = give_back.send(Staging::new(buffer, device)?);
+    }
+    let (to_exchange, to_be_exchanged) = channel();
+    let (to_write, to_be_written) = channel::<(Staging, Range<usize>)>();
+    // A step that fails drops its ends of the channels, which ends the others: the first error is the one to tell.
+    let reader = move || {
+        with_stream(&reading, || {
+            for slice in slices {
+                let Ok(mut staging) = free.recv() else { break };
+                read(&mut staging, slice.clone())?;
+                if to_exchange.send((staging, slice)).is_err() {
+                    break;
+                }
+            }
+            Ok(())
+        })
+    };
+    let writer = move || {
+        with_stream(&writing, || {
+            writing.wait_event(&submitted)?;
+            for (mut staging, slice) in to_be_written {
+                write(&mut staging, slice)?;
+                let _ = give_back.send(staging); // the reader may have read its last slice
+            }
+            writing.synchronize()
+        })
+    };
+    scope(|scope| {
+        let start = |name: &str| Builder::new().name(name.into());
+        let cannot = |e| Error::invalid("distributed", format!("no thread can be started: {e}"));
+        let reader = start("claystone-read").spawn_scoped(scope, reader).map_err(cannot)?;
+        let writer = start("claystone-write").spawn_scoped(scope, writer).map_err(cannot)?;
+        let exchanged = to_be_exchanged.into_iter().try_for_each(|(mut staging, slice)| {
+            exchange(staging.bytes(), slice.clone())?;
+            let _ = to_write.send((staging, slice)); // where the writer has failed, the reader ends too
+            Ok(())
+        });
+        drop(to_write);
+        let ended = |thread: std::thread::ScopedJoinHandle<Result<()>>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        let (read, written) = (ended(reader), ended(writer));
+        read.and(exchanged).and(written)
+    })
+}
