@@ -65,6 +65,28 @@ impl Tensor {
         self.with_leaf(op, |leaf| leaf.slot = Some(view.detach()))
     }
 
+    /// Makes `grad` this leaf's gradient (PyTorch's `parameter.grad = grad`): for one that something else than backward has
+    /// computed. The handle shares its storage.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let w = Tensor::ones(2, Device::Cpu)?.requires_grad_(true)?;
+    /// w.set_grad(Tensor::full(2, 3, Device::Cpu)?)?;
+    /// assert_eq!(w.grad().unwrap().to_vec::<f32>()?, [3.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::with_data`].
+    pub fn set_grad(&self, grad: Tensor) -> Result<()> {
+        if let Some(new) = self.successor() {
+            return new.set_grad(grad);
+        }
+        let op = "set_grad";
+        self.check_like(op, &grad, "a gradient has the shape of its leaf")?;
+        self.with_leaf(op, |leaf| leaf.grad = Some(grad.detach()))
+    }
+
     /// Where backward writes this leaf's gradient, if [`Tensor::set_grad_slot`] said so; an optimiser does.
     pub fn grad_slot(&self) -> Option<Tensor> {
         match &*self.node()?.state() {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::transfer::{receive, send};
 use super::workers::{Make, Workers, attempt};
-use super::{Collate, Dataset, Transfer, permutation};
+use super::{Collate, Dataset, Sampler, Transfer, permutation};
 use crate::device::Event;
 use crate::{DType, Device, Error, Generator, Result, Seed, Stream, Tensor, with_generator};
 
@@ -65,7 +65,9 @@ impl Default for DataLoaderConfig {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct DataLoader<B> {
+    /// Of the data set.
     items: usize,
+    sampler: Option<Arc<dyn Sampler>>,
     load: Load<B>,
     config: DataLoaderConfig,
     route: Option<Arc<Route<B>>>,
@@ -127,7 +129,22 @@ impl<B: Send + 'static> DataLoader<B> {
             })
         };
         let load = move |indices: &[usize]| collate(indices.iter().map(&item).collect::<Result<_>>()?);
-        Ok(DataLoader { items, load: Arc::new(load), config, route: None })
+        Ok(DataLoader { items, sampler: None, load: Arc::new(load), config, route: None })
+    }
+
+    /// With passes through the items that a sampler gives (PyTorch's `sampler`), instead of through all of them.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the loader shuffles too.
+    pub fn with_sampler(mut self, sampler: impl Sampler + 'static) -> Result<DataLoader<B>> {
+        if self.config.shuffle {
+            return Err(Error::invalid(
+                "DataLoader",
+                "the order is the sampler's: have it shuffle, and the loader not",
+            ));
+        }
+        self.sampler = Some(Arc::new(sampler));
+        Ok(self)
     }
 
     /// With batches brought to `device` by the workers, through pinned memory and on a stream of its own, while the device
@@ -154,10 +171,10 @@ impl<B: Send + 'static> DataLoader<B> {
     }
 
     fn begin(&self) -> Result<Source<B>> {
-        let (load, route, items) = (self.load.clone(), self.route.clone(), self.items);
-        let DataLoaderConfig { batch_size, shuffle, num_workers, prefetch_factor, .. } = self.config;
+        let (load, route) = (self.load.clone(), self.route.clone());
+        let DataLoaderConfig { batch_size, num_workers, prefetch_factor, .. } = self.config;
         let generator = self.config.generator.clone().unwrap_or_else(Generator::current);
-        let order = if shuffle { permutation(items, &generator)? } else { (0..items).collect() };
+        let order = self.order(&generator)?;
         let bits = with_generator(&generator, || Tensor::randint(0, 1 << 31, 2, (DType::I64, Device::default())))?;
         let key = bits.to_vec::<i64>()?.iter().fold(0, |key, &bits| key << 31 | bits as u64);
         let make: Make<Sent<B>> = Arc::new(move |batch: usize| {
@@ -165,7 +182,7 @@ impl<B: Send + 'static> DataLoader<B> {
             let generator = Generator::new(key);
             generator.set_state(Seed { key, stream: (batch as u64) << 32 });
             let from = batch * batch_size;
-            let indices = &order[from..items.min(from.saturating_add(batch_size))];
+            let indices = &order[from..order.len().min(from.saturating_add(batch_size))];
             let made = with_generator(&generator, || load(indices))?;
             Ok(match &route {
                 Some(route) => (route.send)(made, &route.stream).map(|(made, event)| (made, Some(event)))?,
@@ -177,14 +194,35 @@ impl<B: Send + 'static> DataLoader<B> {
             n => Source::Workers(Workers::start(n, prefetch_factor, self.len(), &make)?),
         })
     }
+
+    /// The items of a pass.
+    fn order(&self, generator: &Generator) -> Result<Vec<usize>> {
+        let Some(sampler) = &self.sampler else {
+            return if self.config.shuffle {
+                permutation(self.items, generator)
+            } else {
+                Ok((0..self.items).collect())
+            };
+        };
+        let order = sampler.indices()?;
+        let reason = match order.iter().find(|&&i| i >= self.items) {
+            Some(i) => format!("the sampler gives item {i}, and the data set has {}", self.items),
+            None if order.len() != sampler.len() => {
+                format!("the sampler gives {} items, and its len() says {}", order.len(), sampler.len())
+            }
+            None => return Ok(order),
+        };
+        Err(Error::invalid("DataLoader", reason))
+    }
 }
 
 impl<B> DataLoader<B> {
     /// How many batches a pass has.
     pub fn len(&self) -> usize {
+        let items = self.sampler.as_ref().map_or(self.items, |sampler| sampler.len());
         match self.config.drop_last {
-            true => self.items / self.config.batch_size,
-            false => self.items.div_ceil(self.config.batch_size),
+            true => items / self.config.batch_size,
+            false => items.div_ceil(self.config.batch_size),
         }
     }
 

@@ -7,11 +7,13 @@
 
 mod collate;
 mod loader;
+mod sampler;
 mod transfer;
 mod workers;
 
 pub use collate::Collate;
 pub use loader::{Batches, DataLoader, DataLoaderConfig};
+pub use sampler::Sampler;
 pub use transfer::Transfer;
 
 use crate::{Error, Generator, Result, Tensor, with_generator};

@@ -3,8 +3,9 @@
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use super::zero::Shards;
 use super::{Group, ReduceOp, Work};
-use crate::nn::{Forward, Module, Role};
+use crate::nn::{BatchNorm, Forward, Module, Role};
 use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
 
 /// How [`DataParallel`] works.
@@ -70,7 +71,8 @@ impl<M: Module> DataParallel<M> {
         module.visit("", &mut |_, _, t| tensors.push(t.detach()));
         broadcast(group, &tensors, options.bucket_bytes)?;
         let parameters = module.named_parameters("").into_iter().filter(|(_, p)| p.requires_grad());
-        let parameters: Vec<(String, Tensor)> = parameters.map(|(name, p)| (name, p.shallow_clone())).collect();
+        let parameters: Vec<(String, Tensor)> =
+            parameters.map(|(name, p)| Ok((name, without_memory(p)?))).collect::<Result<_>>()?;
         if parameters.is_empty() {
             return Err(Error::invalid(op, "the module has no parameters that require a gradient: it needs no ranks"));
         }
@@ -108,6 +110,11 @@ impl<M: Module> DataParallel<M> {
         f()
     }
 
+    /// For an optimiser of the parameters: the module, and what sends its gradients.
+    pub(super) fn parts_mut(&mut self) -> (&mut M, &Reducer) {
+        (&mut self.module, &self.reducer)
+    }
+
     /// Rank 0's buffers on every rank, before a forward that is recorded.
     fn broadcast_buffers(&self) -> Result<()> {
         let Reducer { options, syncs, group, .. } = &*self.reducer;
@@ -140,6 +147,10 @@ impl<M: Module> Module for DataParallel<M> {
 
     fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
         self.module.visit_modules(prefix, visitor);
+    }
+
+    fn as_batch_norm(&self) -> Option<&BatchNorm> {
+        self.module.as_batch_norm()
     }
 }
 
@@ -185,16 +196,24 @@ fn buckets(tensors: &[&Tensor], most: usize) -> Vec<Vec<usize>> {
     buckets
 }
 
+/// Another handle on a leaf, over one element of memory: an optimiser moves parameters whose memory nobody else holds.
+fn without_memory(p: &Tensor) -> Result<Tensor> {
+    p.with_data(Tensor::zeros(1, (p.dtype(), p.device()))?.expand(p.shape())?)
+}
+
 /// Sends gradients as backward has them.
-struct Reducer {
-    group: Group,
+pub(super) struct Reducer {
+    pub group: Group,
     options: DataParallelOptions,
-    parameters: Vec<(String, Tensor)>,
+    /// Their names and leaves, [without memory](without_memory).
+    pub parameters: Vec<(String, Tensor)>,
     /// Parameters whose gradients travel together, in the order in which every rank sends them: the last parameters first.
-    buckets: Vec<Vec<usize>>,
+    pub buckets: Vec<Vec<usize>>,
     /// Whether backwards are those of all ranks.
     syncs: AtomicBool,
     pass: Mutex<Pass>,
+    /// Of the optimiser that has a part of each bucket's gradients, if there is one.
+    shards: Mutex<Weak<Shards>>,
 }
 
 /// One backward pass.
@@ -224,17 +243,20 @@ impl Drop for UnderWay {
     }
 }
 
-/// A bucket under way: its gradients, and where they travel in another dtype.
-struct Sent {
-    work: Work,
-    converted: Vec<(Tensor, Tensor)>,
+/// A bucket under way.
+enum Sent {
+    /// To be the mean on every rank: its gradients, and where they travel in another dtype.
+    Whole { work: Work, converted: Vec<(Tensor, Tensor)> },
+    /// To be the mean of this rank's part.
+    Part(Work<Tensor>),
 }
 
 impl Reducer {
     fn new(group: Group, options: DataParallelOptions, parameters: Vec<(String, Tensor)>) -> Reducer {
         let tensors: Vec<&Tensor> = parameters.iter().map(|(_, p)| p).collect();
         let buckets = buckets(&tensors, options.bucket_bytes);
-        Reducer { group, options, parameters, buckets, syncs: AtomicBool::new(true), pass: Mutex::default() }
+        let syncs = AtomicBool::new(true);
+        Reducer { group, options, parameters, buckets, syncs, pass: Mutex::default(), shards: Mutex::default() }
     }
 
     fn pass(&self) -> MutexGuard<'_, Pass> {
@@ -256,27 +278,39 @@ impl Reducer {
         self.send_complete(&mut pass)
     }
 
+    /// What an optimiser has of the gradients, which is sent to it from now on.
+    pub fn set_shards(&self, shards: &Arc<Shards>) {
+        *self.shards.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(shards);
+    }
+
+    pub fn shards(&self) -> Option<Arc<Shards>> {
+        self.shards.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
+    }
+
     /// Sends the next buckets as long as they are complete: all ranks send them in one order.
     fn send_complete(&self, pass: &mut Pass) -> Result<()> {
         while let Some(bucket) = self.buckets.get(pass.sent.len()) {
             let gradients: Option<Vec<Tensor>> =
                 bucket.iter().map(|&i| Some(pass.gradients[i].as_ref()?.shallow_clone())).collect();
             let Some(gradients) = gradients else { break };
-            let sent = self.send(gradients)?;
+            let sent = self.send(pass.sent.len(), gradients)?;
             pass.sent.push(sent);
         }
         Ok(())
     }
 
-    fn send(&self, gradients: Vec<Tensor>) -> Result<Sent> {
+    fn send(&self, bucket: usize, gradients: Vec<Tensor>) -> Result<Sent> {
         let dtype = self.options.gradient_dtype.filter(|&dtype| dtype != gradients[0].dtype());
+        if let Some(shards) = self.shards() {
+            return Ok(Sent::Part(shards.send(bucket, &gradients, dtype)?));
+        }
         let travel = match dtype {
             Some(dtype) => gradients.iter().map(|grad| grad.to_dtype(dtype)).collect::<Result<Vec<_>>>()?,
             None => gradients.iter().map(Tensor::shallow_clone).collect(),
         };
         let work = self.group.all_reduce_coalesced_async(&travel.iter().collect::<Vec<_>>(), ReduceOp::Mean)?;
         let converted = if dtype.is_some() { gradients.into_iter().zip(travel).collect() } else { Vec::new() };
-        Ok(Sent { work, converted })
+        Ok(Sent::Whole { work, converted })
     }
 
     /// Backward has ended on this rank: what it did not reach, and waiting for the others.
@@ -292,34 +326,51 @@ impl Reducer {
             );
             return Err(Error::Autograd { op: "DataParallel", reason });
         }
-        for &i in &missing {
-            pass.gradients[i] = Some(Tensor::zeros_like(&self.parameters[i].1)?.detach());
+        let mut without = Vec::new();
+        for i in missing {
+            let parameter = &self.parameters[i].1;
+            // An earlier backward may have reached it, in no_sync.
+            pass.gradients[i] = Some(match parameter.grad() {
+                Some(grad) => grad.detach(),
+                None => {
+                    without.push(i);
+                    Tensor::zeros_like(parameter)?.detach()
+                }
+            });
         }
         self.send_complete(&mut pass)?;
-        for Sent { work, converted } in pass.sent {
-            work.wait()?;
-            converted.iter().try_for_each(|(grad, travelled)| grad.copy_(travelled).map(|_| ()))?;
+        let reached = match self.options.find_unused_parameters {
+            true => self.reached_by_any(&without)?,
+            false => vec![true; self.parameters.len()],
+        };
+        for (bucket, sent) in pass.sent.into_iter().enumerate() {
+            match sent {
+                Sent::Whole { work, converted } => {
+                    work.wait()?;
+                    converted.iter().try_for_each(|(grad, travelled)| grad.copy_(travelled).map(|_| ()))?;
+                }
+                Sent::Part(work) => {
+                    let mean = work.wait()?;
+                    // The optimiser may have been dropped meanwhile.
+                    self.shards().map_or(Ok(()), |shards| shards.receive(bucket, &mean, &reached))?;
+                }
+            }
         }
-        if self.options.find_unused_parameters {
-            self.give_to_unused(&missing, &pass.gradients)?;
+        if self.shards().is_some() {
+            return Ok(());
         }
-        Ok(())
+        // A parameter that this rank's backward did not reach has the gradient of those that did. One that no rank reached has none.
+        without.into_iter().filter(|&i| reached[i]).try_for_each(|i| {
+            let gradient = pass.gradients[i].as_ref().expect("zeros, summed with the others'");
+            self.parameters[i].1.set_grad(gradient.shallow_clone())
+        })
     }
 
-    /// A parameter that this rank's backward did not reach has the gradient of those that did. One that no rank reached has none.
-    fn give_to_unused(&self, missing: &[usize], gradients: &[Option<Tensor>]) -> Result<()> {
-        let reached: Vec<u8> = (0..self.parameters.len()).map(|i| u8::from(!missing.contains(&i))).collect();
+    /// Which parameters have a gradient on any rank: on this one all but those.
+    fn reached_by_any(&self, without: &[usize]) -> Result<Vec<bool>> {
+        let reached: Vec<u8> = (0..self.parameters.len()).map(|i| u8::from(!without.contains(&i))).collect();
         let reached = Tensor::from_slice(&reached, reached.len(), crate::Device::Cpu)?;
         self.group.all_reduce(&reached, ReduceOp::Max)?;
-        let reached = reached.to_vec::<u8>()?;
-        let given = missing.iter().filter(|&&i| reached[i] == 1);
-        let syncs = self.syncs.swap(false, Relaxed);
-        let result = given.clone().try_for_each(|&i| {
-            let gradient = gradients[i].as_ref().expect("zeros, summed with the others'");
-            // The gradient of the sum of products is the other factor.
-            autograd::enable_grad(|| self.parameters[i].1.mul(gradient)?.sum((), false)?.backward())
-        });
-        self.syncs.store(syncs, Relaxed);
-        result
+        Ok(reached.to_vec::<u8>()?.into_iter().map(|any| any == 1).collect())
     }
 }

@@ -236,6 +236,14 @@ impl Group {
         self.to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
     }
 
+    /// The ranks' tensors one after another in `into`, contiguous and of as many elements as they have together.
+    pub(super) fn all_gather_into_async(&self, tensor: &Tensor, into: &Tensor) -> Result<Work> {
+        let (source, into) = (tensor.detach().contiguous()?, bytes_of(into)?);
+        self.submit("all_gather", Some(describe("all_gather", tensor, "")), &[source], move |m, bytes| {
+            collective::all_gather(m, &bytes[0], &into)
+        })
+    }
+
     /// Of the sum (or another [`ReduceOp`]) of the ranks' tensors, whose first dimension is a multiple of the group's size, this
     /// rank's part of that dimension (PyTorch's `reduce_scatter_tensor`).
     ///

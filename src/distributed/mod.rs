@@ -3,6 +3,7 @@
 //! A program's ranks are processes under `mpirun` ([`Group::world`], feature `mpi`) or threads of one process
 //! ([`Group::threads`]). What they do is in [`Group`].
 
+mod checkpoint;
 mod collective;
 mod data_parallel;
 mod engine;
@@ -10,11 +11,18 @@ mod group;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod reduce;
+mod sampler;
 mod staging;
+mod sync_batch_norm;
 mod threads;
 mod transport;
+mod zero;
 
+pub use checkpoint::{load_checkpoint, save_checkpoint, save_sharded_checkpoint};
 pub use data_parallel::{DataParallel, DataParallelOptions};
 pub use engine::Work;
 pub use group::Group;
 pub use reduce::ReduceOp;
+pub use sampler::{DistributedSampler, DistributedSamplerConfig};
+pub use sync_batch_norm::SyncBatchNorm;
+pub use zero::ZeroRedundancyOptimizer;

@@ -175,6 +175,12 @@ pub trait Module: Send + Sync {
         path.rsplit("::").next().unwrap_or(path)
     }
 
+    /// This layer as the one that [`SyncBatchNorm`](crate::distributed::SyncBatchNorm) converts.
+    #[doc(hidden)]
+    fn as_batch_norm(&self) -> Option<&BatchNorm> {
+        None
+    }
+
     /// How many numbers the parameters hold.
     fn parameter_count(&self) -> usize {
         self.parameters().iter().map(|p| p.numel()).sum()
@@ -345,5 +351,9 @@ impl<M: Module + ?Sized> Module for Box<M> {
 
     fn type_name(&self) -> &'static str {
         (**self).type_name()
+    }
+
+    fn as_batch_norm(&self) -> Option<&BatchNorm> {
+        (**self).as_batch_norm()
     }
 }

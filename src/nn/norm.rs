@@ -1,5 +1,7 @@
 //! Normalising layers.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use super::{Buffer, Mode, Module};
 use crate::storage::Caller;
 use crate::tensor::TensorOptions;
@@ -34,7 +36,12 @@ pub struct BatchNorm {
     mode: Mode,
     momentum: f64,
     eps: f64,
+    /// What normalises in training in place of [`Tensor::batch_norm`].
+    trained_by: Mutex<Option<Arc<BatchNormFn>>>,
 }
+
+/// A function in place of [`Tensor::batch_norm`] in training.
+pub(crate) type BatchNormFn = dyn Fn(&Tensor, BatchNormOptions) -> Result<Tensor> + Send + Sync;
 
 /// [`BatchNorm`] by PyTorch's name for `[N, C]` and `[N, C, L]`.
 pub type BatchNorm1d = BatchNorm;
@@ -61,7 +68,13 @@ impl BatchNorm {
             mode: Mode::default(),
             momentum: 0.1,
             eps: 1e-5,
+            trained_by: Mutex::default(),
         })
+    }
+
+    /// Normalises in training by this function from now on: by statistics of other batches too.
+    pub(crate) fn train_by(&self, f: Arc<BatchNormFn>) {
+        *self.trained_by.lock().unwrap_or_else(PoisonError::into_inner) = Some(f);
     }
 
     /// With another momentum: how far the running statistics move towards a batch's.
@@ -84,21 +97,30 @@ impl Module for BatchNorm {
         let training = self.mode.is_training();
         let (mean, var) = (&self.running_mean.0, &self.running_var.0);
         let version = || mean.storage().version() + var.storage().version();
+        let options = BatchNormOptions {
+            running_mean: Some(mean),
+            running_var: Some(var),
+            weight: Some(&self.weight),
+            bias: Some(&self.bias),
+            training,
+            momentum: self.momentum,
+            eps: self.eps,
+        };
+        let trained_by = self.trained_by.lock().unwrap_or_else(PoisonError::into_inner).clone();
         in_steps("BatchNorm::forward", version, || {
-            let out = x.batch_norm(BatchNormOptions {
-                running_mean: Some(mean),
-                running_var: Some(var),
-                weight: Some(&self.weight),
-                bias: Some(&self.bias),
-                training,
-                momentum: self.momentum,
-                eps: self.eps,
-            })?;
+            let out = match trained_by.filter(|_| training) {
+                Some(f) => f(x, options)?,
+                None => x.batch_norm(options)?,
+            };
             if training {
                 self.num_batches_tracked.0.add_scalar_(1)?;
             }
             Ok(out)
         })
+    }
+
+    fn as_batch_norm(&self) -> Option<&BatchNorm> {
+        Some(self)
     }
 }
 

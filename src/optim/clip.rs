@@ -6,15 +6,19 @@ use crate::{DType, Device, Result, Tensor, for_each_part, no_grad};
 
 /// The gradients of `parameters` in as few views as can be: neighbours in an optimiser's buffer are one.
 pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<Vec<Tensor>> {
+    runs(parameters.into_iter().filter_map(Tensor::grad))
+}
+
+fn runs(tensors: impl IntoIterator<Item = Tensor>) -> Result<Vec<Tensor>> {
     let mut runs: Vec<Tensor> = Vec::new();
-    for grad in parameters.into_iter().filter_map(Tensor::grad).filter(|g| g.numel() > 0) {
-        if !grad.is_contiguous() {
-            runs.push(grad);
+    for t in tensors.into_iter().filter(|t| t.numel() > 0) {
+        if !t.is_contiguous() {
+            runs.push(t);
             continue;
         }
         match runs.last_mut() {
-            Some(run) if are_adjacent(run, &grad) => *run = flat_view(run, run.offset(), run.numel() + grad.numel())?,
-            _ => runs.push(flat_view(&grad, grad.offset(), grad.numel())?),
+            Some(run) if are_adjacent(run, &t) => *run = flat_view(run, run.offset(), run.numel() + t.numel())?,
+            _ => runs.push(flat_view(&t, t.offset(), t.numel())?),
         }
     }
     Ok(runs)
@@ -57,29 +61,74 @@ pub fn clip_grad_norm_<'a>(
 ) -> Result<Tensor> {
     let op = "clip_grad_norm_";
     check(op, "max_norm", max_norm, 0.0..f64::INFINITY)?;
+    let with_gradients: Vec<&Tensor> = parameters.into_iter().collect();
+    let total = get_total_norm(with_gradients.iter().filter_map(|p| p.grad()), norm_type).map_err(|e| e.of(op))?;
+    clip_grads_with_norm_(with_gradients, max_norm, &total).map_err(|e| e.of(op))?;
+    Ok(total)
+}
+
+/// The norm of tensors as if they were one vector, a scalar (PyTorch's `get_total_norm`): of what
+/// [`clip_grad_norm_`] clips by, for who wants it without, or over more than the gradients at hand.
+///
+/// ```
+/// use claystone::{Device, Tensor, optim::get_total_norm};
+/// let tensors = [Tensor::full(1, 3, Device::Cpu)?, Tensor::full(1, 4, Device::Cpu)?];
+/// assert_eq!(get_total_norm(tensors, 2.0)?.item::<f32>()?, 5.0);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`crate::Error::Invalid`] for a `norm_type` that is not above 0; [`crate::Error::DeviceMismatch`] for tensors of several
+/// devices.
+pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64) -> Result<Tensor> {
+    let op = "get_total_norm";
     if norm_type.is_nan() || norm_type <= 0.0 {
         return Err(crate::Error::invalid(op, format!("norm_type is {norm_type}, it must be above 0")));
     }
     no_grad(|| {
-        let runs = gradients(parameters)?;
-        let norms = runs.iter().map(|g| norm(g, norm_type)).collect::<Result<Vec<_>>>()?;
-        let total = match &norms[..] {
-            [] => return Tensor::zeros((), Device::default()),
-            [one] => one.shallow_clone(),
+        let norms = runs(tensors)?.iter().map(|t| norm(t, norm_type)).collect::<Result<Vec<_>>>()?;
+        match &norms[..] {
+            [] => Tensor::zeros((), Device::default()),
+            [one] => Ok(one.shallow_clone()),
             all => {
                 let widest = if all.iter().any(|n| n.dtype() == DType::F64) { DType::F64 } else { DType::F32 };
                 let all = all.iter().map(|n| n.to_dtype(widest)).collect::<Result<Vec<_>>>()?;
-                norm(&Tensor::stack(&all, 0)?, norm_type)?
+                norm(&Tensor::stack(&all, 0)?, norm_type)
             }
-        };
-        for_each_part(op, &runs, |run| {
-            Tensor::map_into(&[run, &total], &[max_norm.into()], &[run], |x, s| {
-                vec![&x[0] * (&s[0] / (&x[1] + 1e-6)).min(1.0)]
-            })
-        })?;
-        Ok(total)
+        }
     })
     .map_err(|e| e.of(op))
+}
+
+/// Scales the gradients of `parameters` down by what brings `total_norm`, a scalar on their device, to at most `max_norm`
+/// (PyTorch's `clip_grads_with_norm_`): the second half of [`clip_grad_norm_`], after [`get_total_norm`].
+///
+/// # Errors
+/// As [`clip_grad_norm_`].
+pub fn clip_grads_with_norm_<'a>(
+    parameters: impl IntoIterator<Item = &'a Tensor>,
+    max_norm: f64,
+    total_norm: &Tensor,
+) -> Result<()> {
+    let op = "clip_grads_with_norm_";
+    check(op, "max_norm", max_norm, 0.0..f64::INFINITY)?;
+    no_grad(|| {
+        for_each_part(op, &gradients(parameters)?, |run| {
+            Tensor::map_into(&[run, total_norm], &[max_norm.into()], &[run], |x, s| {
+                vec![&x[0] * (&s[0] / (&x[1] + 1e-6)).min(1.0)]
+            })
+        })
+    })
+    .map_err(|e| e.of(op))
+}
+
+/// Whether all gradients are finite: the one thing that is read from the device.
+pub(super) fn all_finite<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<bool> {
+    no_grad(|| {
+        let runs = gradients(parameters)?;
+        let flags = runs.iter().map(|run| run.isfinite()?.all((), false)).collect::<Result<Vec<Tensor>>>()?;
+        flags.iter().try_fold(true, |all, flag| Ok(all & flag.item::<bool>()?))
+    })
 }
 
 /// Limits each element of the gradients of `parameters` to `-value..=value` (PyTorch's `clip_grad_value_`). One launch for all

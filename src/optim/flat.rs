@@ -116,7 +116,7 @@ impl Flat {
             }
         }
         for (i, p) in parameters.iter().enumerate().filter(|(_, p)| p.numel() > 0) {
-            if parameters[..i].iter().any(|q| q.shares_storage(p) && q.offset() == p.offset()) {
+            if parameters[..i].iter().any(|q| q.numel() > 0 && q.shares_storage(p) && q.offset() == p.offset()) {
                 let reason = format!("a parameter of shape {} is given twice: give a tied one once", p.shape());
                 return Err(Error::invalid(op, reason));
             }

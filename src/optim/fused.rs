@@ -72,7 +72,7 @@ impl<R: Rule> Fused<R> {
     #[track_caller]
     pub fn with_group(mut self, parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
         let _caller = Caller::enter();
-        let mine = self.parameters();
+        let mine: Vec<&Tensor> = self.parameters().into_iter().filter(|q| q.numel() > 0).collect();
         let taken = |p: &Tensor| p.numel() > 0 && mine.iter().any(|q| q.shares_storage(p) && q.offset() == p.offset());
         if let Some(p) = parameters.iter().find(|p| taken(p)) {
             let reason = format!("a parameter of shape {} is in another group already", p.shape());

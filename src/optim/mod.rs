@@ -26,7 +26,7 @@ use crate::io::{StateDict, Stateful};
 use crate::{Result, Tensor};
 
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
-pub use clip::{clip_grad_norm_, clip_grad_value_};
+pub use clip::{clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm};
 pub use fused::Fused;
 pub use lion::{Lion, LionConfig};
 pub use plateau::{PlateauMode, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, ThresholdMode};
@@ -88,6 +88,14 @@ pub trait Optimizer {
     /// [`crate::Error::Invalid`] for a name that is missing or unknown and for a tensor of another shape;
     /// [`crate::Error::Partial`] where the device fails after some of the state was copied.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
+
+    /// Whether all gradients are finite, which [`GradScaler`] asks before a step. Waits for the device.
+    ///
+    /// # Errors
+    /// Device failures.
+    fn gradients_are_finite(&self) -> Result<bool> {
+        clip::all_finite(self.parameters())
+    }
 
     /// The learning rate of the (first group's) next step.
     fn learning_rate(&self) -> f64 {

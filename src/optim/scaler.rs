@@ -90,7 +90,7 @@ impl GradScaler {
         if self.unscaled.is_some() {
             return Err(Error::invalid(op, "the gradients of this step are unscaled already"));
         }
-        let (finite, factor) = (all_finite(optimizer)?, 1.0 / self.scale);
+        let (finite, factor) = (optimizer.gradients_are_finite()?, 1.0 / self.scale);
         let gradients = gradients(optimizer.parameters())?;
         no_grad(|| for_each_part(op, &gradients, |run| run.mul_scalar_(factor).map(|_| ())))?;
         self.unscaled = Some(finite);
@@ -104,7 +104,7 @@ impl GradScaler {
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<bool> {
         let (finite, factor) = match self.unscaled {
             Some(finite) => (finite, 1.0),
-            None => (all_finite(optimizer)?, 1.0 / self.scale),
+            None => (optimizer.gradients_are_finite()?, 1.0 / self.scale),
         };
         if finite {
             optimizer.step_scaled(factor)?;
@@ -158,13 +158,4 @@ impl GradScaler {
             ("_growth_tracker", &mut self.good_steps),
         ])
     }
-}
-
-/// Whether all gradients are finite: the one thing that is read from the device.
-fn all_finite(optimizer: &dyn Optimizer) -> Result<bool> {
-    no_grad(|| {
-        let runs = gradients(optimizer.parameters())?;
-        let flags = runs.iter().map(|run| run.isfinite()?.all((), false)).collect::<Result<Vec<Tensor>>>()?;
-        flags.iter().try_fold(true, |all, flag| Ok(all & flag.item::<bool>()?))
-    })
 }

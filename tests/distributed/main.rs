@@ -3,8 +3,12 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod checkpoint;
 mod collectives;
 mod faults;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod sampler;
+mod sync_batch_norm;
 mod training;
+mod zero;

@@ -1,0 +1,262 @@
+//! Checkpoints of a job: one file, or one of every rank in a folder. Of a tensor that the ranks have in parts, each part has a
+//! name that says which elements these are.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::Group;
+use crate::io::{self, StateDict, Stateful};
+use crate::{DType, Device, Error, Excerpt, Result, Tensor};
+
+/// Which elements of a tensor a rank has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    /// Of the flat tensor.
+    pub elements: Range<usize>,
+    /// Of the whole tensor.
+    pub shape: Vec<usize>,
+}
+
+impl Piece {
+    /// The name of these elements of the tensor `name`.
+    pub fn name(&self, name: &str) -> String {
+        let dims: Vec<String> = self.shape.iter().map(usize::to_string).collect();
+        format!("{name}[{}..{} of {}]", self.elements.start, self.elements.end, dims.join("x"))
+    }
+
+    /// What [`name`](Self::name) was given.
+    fn parse(name: &str) -> Option<(&str, Piece)> {
+        let (name, piece) = name.strip_suffix(']')?.rsplit_once('[')?;
+        let (elements, shape) = piece.split_once(" of ")?;
+        let (start, end) = elements.split_once("..")?;
+        let elements = start.parse().ok()?..end.parse().ok()?;
+        let dims = shape.split('x').filter(|d| !d.is_empty()).map(|d| d.parse().ok());
+        Some((name, Piece { elements, shape: dims.collect::<Option<_>>()? }))
+    }
+
+    /// These elements, flat, of a state that has the whole tensor or them alone; None where it has neither.
+    pub fn of(&self, state: &StateDict, name: &str) -> Result<Option<Tensor>> {
+        let Some(whole) = state.get(name) else {
+            let none = || Tensor::zeros(0, Device::Cpu); // is not saved
+            let nothing = self.elements.is_empty().then(none).transpose()?;
+            return Ok(state.get(&self.name(name)).map(Tensor::detach).or(nothing));
+        };
+        if whole.shape().dims() != self.shape {
+            let reason = format!("{name} has shape {:?} here and {} in the state", self.shape, whole.shape());
+            return Err(Error::invalid("load_state_dict", reason));
+        }
+        let flat = whole.detach().reshape(whole.numel())?;
+        flat.narrow(0, self.elements.start, self.elements.len()).map(Some)
+    }
+}
+
+/// The state with its pieces put together to whole tensors.
+fn joined(state: StateDict) -> Result<StateDict> {
+    let (mut whole, mut pieces) = (StateDict::new(), BTreeMap::<String, Vec<(Piece, Tensor)>>::new());
+    for (name, tensor) in state {
+        match Piece::parse(&name) {
+            Some((of, piece)) => pieces.entry(of.into()).or_default().push((piece, tensor)),
+            None => whole.insert(name, tensor),
+        }
+    }
+    for (name, mut pieces) in pieces {
+        pieces.sort_by_key(|(piece, _)| piece.elements.start);
+        let shape = pieces[0].0.shape.clone();
+        let mut end = 0;
+        for (piece, tensor) in &pieces {
+            let fits = piece.elements.start == end && piece.elements.len() == tensor.numel() && piece.shape == shape;
+            end = if fits { piece.elements.end } else { usize::MAX };
+        }
+        if shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) != Some(end) {
+            let reason = format!("the parts of {} are not all of it: a rank's are missing", Excerpt(&name));
+            return Err(Error::invalid("load_checkpoint", reason));
+        }
+        let parts: Vec<Tensor> = pieces.into_iter().map(|(_, part)| part).collect();
+        whole.insert(name, Tensor::cat(&parts, 0)?.reshape(shape)?);
+    }
+    Ok(whole)
+}
+
+/// What this rank did, once all ranks have done it; an error on every rank where one of them failed.
+fn agreed<R>(op: &'static str, group: &Group, done: Result<R>) -> Result<R> {
+    let failed = Tensor::from_slice(&[u8::from(done.is_err())], 1, Device::Cpu)?;
+    let all = group.all_gather(&failed)?.to_vec::<u8>()?;
+    let done = done?;
+    match all.iter().position(|&failed| failed == 1) {
+        Some(rank) => Err(Error::Rank { op, rank, reason: "failed to do its part: its own error says why".into() }),
+        None => Ok(done),
+    }
+}
+
+fn fail(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> Error {
+    Error::invalid(op, format!("{}: {reason}", path.display()))
+}
+
+/// Saves what a job goes on from in one file, which rank 0 writes, as [`io::save_checkpoint`] does; of a
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) it has what the whole optimiser would save, so that one process can go on from it
+/// as well. All ranks call it, and it returns when the file is there. Of parts that are not divided among the ranks it has
+/// rank 0's.
+///
+/// ```
+/// use claystone::distributed::{self, DataParallel, Group};
+/// use claystone::nn::{Linear, Module};
+/// use claystone::optim::{Sgd, SgdConfig};
+/// # let group = &Group::threads(&[claystone::Device::Cpu])?[0];
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("run.safetensors");
+/// let mut model = DataParallel::new(Linear::new(3, 1, group.device())?, group, Default::default())?;
+/// let mut sgd = Sgd::new(model.parameters_mut(), SgdConfig::default())?;
+/// let mut epoch = 7;
+/// distributed::save_checkpoint(&path, group, &[("model", &model), ("optimizer", &sgd), ("epoch", &epoch)])?;
+/// distributed::load_checkpoint(&path, &mut [("model", &mut model), ("optimizer", &mut sgd), ("epoch", &mut epoch)])?;
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`io::save_checkpoint`], on the rank that has it; [`Error::Rank`] on the others.
+pub fn save_checkpoint(path: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
+    let op = "save_checkpoint";
+    let state = agreed(op, group, StateDict::from_parts(parts))?;
+    let all = at_rank_0(group, state)?;
+    let saved = all.map_or(Ok(()), |all| io::save(path, &joined(all)?));
+    agreed(op, group, saved)
+}
+
+/// Rank 0's state with the pieces of the others; none on those.
+fn at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateDict>> {
+    let count = |n: usize| Tensor::from_slice(&[n as i64], 1, Device::Cpu);
+    if group.rank() > 0 {
+        let pieces: StateDict = state.into_iter().filter(|(name, _)| Piece::parse(name).is_some()).collect();
+        let list: Vec<(&str, String)> = pieces.iter().map(|(name, t)| (name, t.dtype().to_string())).collect();
+        let list = serde_json::to_vec(&list).expect("names");
+        group.send(&count(list.len())?, 0)?;
+        group.send(&Tensor::from_slice(&list, list.len(), Device::Cpu)?, 0)?;
+        pieces.iter().try_for_each(|(_, piece)| group.send(piece, 0))?;
+        return Ok(None);
+    }
+    for rank in 1..group.size() {
+        let length = count(0)?;
+        group.recv(&length, rank)?;
+        let list = Tensor::zeros(length.item::<i64>()? as usize, (DType::U8, Device::Cpu))?;
+        group.recv(&list, rank)?;
+        let wrong = |e| Error::invalid("save_checkpoint", format!("rank {rank} sends no list of names: {e}"));
+        let list: Vec<(String, String)> = serde_json::from_slice(&list.to_vec::<u8>()?).map_err(wrong)?;
+        for (name, dtype) in list {
+            let elements = Piece::parse(&name).map_or(0, |(_, piece)| piece.elements.len());
+            let piece = Tensor::zeros(elements, (dtype.parse::<DType>()?, Device::Cpu))?;
+            group.recv(&piece, rank)?;
+            state.insert(name, piece);
+        }
+    }
+    let on_host = |(name, t): (String, Tensor)| Ok((name, t.to_device(Device::Cpu)?));
+    state.into_iter().map(on_host).collect::<Result<_>>().map(Some)
+}
+
+/// The file of a folder that says which of the others are the checkpoint: it is replaced last.
+const INDEX: &str = "index.safetensors";
+
+/// The ranks' files of a checkpoint.
+#[derive(Debug, Default)]
+struct Index {
+    /// How many checkpoints the folder has had.
+    generation: u64,
+    ranks: usize,
+}
+
+impl Index {
+    /// Of a folder that has none the one before the first.
+    fn read(folder: &Path) -> Result<Index> {
+        let (path, mut index) = (folder.join(INDEX), Index::default());
+        if path.exists() {
+            let Index { generation, ranks } = &mut index;
+            io::load_checkpoint(path, &mut [("generation", generation), ("ranks", ranks)])?;
+        }
+        Ok(index)
+    }
+
+    fn write(&self, folder: &Path) -> Result<()> {
+        io::save_checkpoint(folder.join(INDEX), &[("generation", &self.generation), ("ranks", &self.ranks)])
+    }
+
+    fn file(&self, rank: usize) -> String {
+        format!("{}-rank-{rank}-of-{}.safetensors", self.generation, self.ranks)
+    }
+
+    /// Removes what earlier checkpoints left in the folder, whole or not.
+    fn remove_others(&self, folder: &Path) -> std::io::Result<()> {
+        let own: Vec<String> = (0..self.ranks).map(|rank| self.file(rank)).collect();
+        for entry in std::fs::read_dir(folder)? {
+            let name = entry?.file_name().to_string_lossy().into_owned();
+            if name.contains("-rank-") && name.ends_with(".safetensors") && !own.contains(&name) {
+                std::fs::remove_file(folder.join(name))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Saves what a job goes on from in a folder, which all machines see: every rank writes a file of its own with its part of each
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), rank 0 also what is not divided. All ranks call it. The folder has the
+/// checkpoint before until every file of this one is on the disk.
+///
+/// ```
+/// use claystone::distributed::{self, DataParallel, Group, ZeroRedundancyOptimizer};
+/// use claystone::nn::Linear;
+/// use claystone::optim::{AdamW, AdamWConfig};
+/// # let group = &Group::threads(&[claystone::Device::Cpu])?[0];
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path().join("run");
+/// let mut model = DataParallel::new(Linear::new(3, 1, group.device())?, group, Default::default())?;
+/// let config = AdamWConfig::default();
+/// let mut adamw = ZeroRedundancyOptimizer::new(&mut model, |parameters| AdamW::grouped(parameters, |_, _| config))?;
+/// distributed::save_sharded_checkpoint(&folder, group, &[("model", &model), ("optimizer", &adamw)])?;
+/// // Later, on any number of ranks:
+/// distributed::load_checkpoint(&folder, &mut [("model", &mut model), ("optimizer", &mut adamw)])?;
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`io::save_checkpoint`], on the rank that has it; [`Error::Rank`] on the others.
+pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
+    let (op, folder) = ("save_sharded_checkpoint", folder.as_ref());
+    let begun = || {
+        std::fs::create_dir_all(folder).map_err(|e| fail(op, folder, e))?;
+        let generation = if group.rank() == 0 { Index::read(folder)?.generation + 1 } else { 0 };
+        Ok((StateDict::from_parts(parts)?, Tensor::from_slice(&[generation as i64], 1, Device::Cpu)?))
+    };
+    let (state, generation) = agreed(op, group, begun())?;
+    group.broadcast(&generation, 0)?;
+    let index = Index { generation: generation.item::<i64>()? as u64, ranks: group.size() };
+    let is_own = |name: &str| group.rank() == 0 || Piece::parse(name).is_some();
+    let own: StateDict = state.into_iter().filter(|(name, _)| is_own(name)).collect();
+    agreed(op, group, io::save(folder.join(index.file(group.rank())), &own))?;
+    let committed = || {
+        index.write(folder)?;
+        index.remove_others(folder).map_err(|e| fail(op, folder, e))
+    };
+    agreed(op, group, if group.rank() == 0 { committed() } else { Ok(()) })
+}
+
+/// Goes on from what [`save_checkpoint`] or [`save_sharded_checkpoint`] saved, on as many ranks as there are now, or in one process
+/// without a group. Every rank reads all of it, and has it in the host's memory meanwhile.
+///
+/// # Errors
+/// As [`io::load_checkpoint`]; [`Error::Invalid`] for a folder without a checkpoint and for parts of a tensor that are missing.
+pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
+    let (op, path) = ("load_checkpoint", path.as_ref());
+    if !path.is_dir() {
+        return io::load_checkpoint(path, parts);
+    }
+    let index = Index::read(path)?;
+    if index.ranks == 0 {
+        return Err(fail(op, path, format!("the folder has no {INDEX}, so no checkpoint was completed there")));
+    }
+    let files: Vec<PathBuf> = (0..index.ranks).map(|rank| path.join(index.file(rank))).collect();
+    let mut state = StateDict::new();
+    files.iter().try_for_each(|file| io::load(file, Device::Cpu).map(|part| state.merge(part)))?;
+    joined(state)?.load_parts(parts).map_err(|e| match e {
+        Error::Invalid { reason, .. } => fail(op, path, reason),
+        e => e,
+    })
+}

@@ -1,0 +1,88 @@
+//! Each rank's share of a data set.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use super::Group;
+use crate::data::Sampler;
+use crate::{Device, Generator, Result, Tensor, with_generator};
+
+/// How [`DistributedSampler`] works; PyTorch's names and defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DistributedSamplerConfig {
+    /// Whether each epoch has an order of its own.
+    pub shuffle: bool,
+    /// What the orders are drawn from; the same on all ranks.
+    pub seed: u64,
+    /// Whether items that are too few for every rank to have one are left out; otherwise the first ones are given out again.
+    pub drop_last: bool,
+}
+
+impl Default for DistributedSamplerConfig {
+    fn default() -> DistributedSamplerConfig {
+        DistributedSamplerConfig { shuffle: true, seed: 0, drop_last: false }
+    }
+}
+
+/// Gives each rank its share of a data set, of the same size on all (PyTorch's `DistributedSampler`): of the epoch's order, which
+/// all ranks have alike, a rank has every `group.size()`-th item. So the ranks' batches number i are together the same items, however
+/// many ranks there are, where batch sizes are divided by their number.
+///
+/// Clones share the epoch: the loader has one, and [`set_epoch`](Self::set_epoch) is called on another.
+///
+/// ```
+/// use claystone::data::{DataLoader, DataLoaderConfig, TensorDataset};
+/// use claystone::distributed::{DistributedSampler, Group};
+/// use claystone::{Device, Tensor};
+/// # let group = &Group::threads(&[Device::Cpu])?[0];
+/// let set = TensorDataset::new(vec![Tensor::arange(0, 100, 1, Device::Cpu)?])?;
+/// let sampler = DistributedSampler::new(100, group, Default::default());
+/// let config = DataLoaderConfig { batch_size: 32 / group.size(), ..Default::default() };
+/// let loader = DataLoader::new(set, config)?.with_sampler(sampler.clone())?;
+/// for epoch in 0..2 {
+///     sampler.set_epoch(epoch);
+///     for batch in &loader {
+///         assert!(batch?[0].numel() <= 32);
+///     }
+/// }
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct DistributedSampler {
+    /// Of the data set.
+    items: usize,
+    rank: usize,
+    ranks: usize,
+    config: DistributedSamplerConfig,
+    epoch: Arc<AtomicU64>,
+}
+
+impl DistributedSampler {
+    /// Shares of a data set of so many items, at epoch 0.
+    pub fn new(items: usize, group: &Group, config: DistributedSamplerConfig) -> DistributedSampler {
+        DistributedSampler { items, rank: group.rank(), ranks: group.size(), config, epoch: Arc::default() }
+    }
+
+    /// Sets the epoch whose order the next passes have: the same on all ranks. Without it every epoch has the same order.
+    pub fn set_epoch(&self, epoch: u64) {
+        self.epoch.store(epoch, Relaxed);
+    }
+}
+
+impl Sampler for DistributedSampler {
+    fn len(&self) -> usize {
+        if self.config.drop_last { self.items / self.ranks } else { self.items.div_ceil(self.ranks) }
+    }
+
+    fn indices(&self) -> Result<Vec<usize>> {
+        let order: Vec<usize> = if self.config.shuffle {
+            let generator = Generator::new(self.config.seed.wrapping_add(self.epoch.load(Relaxed)));
+            // On the CPU, whatever devices the ranks have.
+            let order = with_generator(&generator, || Tensor::randperm(self.items, Device::Cpu))?;
+            order.to_vec::<i64>()?.into_iter().map(|i| i as usize).collect()
+        } else {
+            (0..self.items).collect()
+        };
+        Ok(order.iter().copied().cycle().skip(self.rank).step_by(self.ranks).take(self.len()).collect())
+    }
+}

@@ -1,0 +1,248 @@
+//! Batch normalisation over the batches of all ranks.
+
+use std::sync::{Arc, OnceLock};
+
+use super::{Group, ReduceOp};
+use crate::autograd::{CustomOp, OpContext};
+use crate::nn::{BatchNorm, Module, Role};
+use crate::tensor::TensorOptions;
+use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
+
+/// [`BatchNorm`] whose mean and variance in training are those of all ranks' batches together (PyTorch's
+/// `torch.nn.SyncBatchNorm`), for `[N, C, ..]`. Ranks may have batches of different sizes. Its names are those of [`BatchNorm`], so that
+/// checkpoints fit both; in evaluation it is the same.
+///
+/// Forward and backward each send a few numbers a channel, which every rank waits for: all ranks run the same layers in one
+/// order. Its gradients have no gradients.
+///
+/// ```
+/// use claystone::distributed::{Group, SyncBatchNorm};
+/// use claystone::nn::Module;
+/// use claystone::{Device, Tensor};
+/// std::thread::scope(|scope| {
+///     for group in Group::threads(&[Device::Cpu, Device::Cpu])? {
+///         scope.spawn(move || -> claystone::Result<()> {
+///             let norm = SyncBatchNorm::new(3, group.device(), &group)?;
+///             let x = Tensor::full([4, 3], group.rank() as f32, group.device())?; // 0 here, 1 there: the mean is 0.5
+///             let sign = if group.rank() == 0 { -1.0 } else { 1.0 };
+///             assert!((norm.forward(&x)?.mean((), false)?.item::<f32>()? - sign).abs() < 1e-4);
+///             Ok(())
+///         });
+///     }
+///     Ok::<(), claystone::Error>(())
+/// })?;
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct SyncBatchNorm(BatchNorm);
+
+impl SyncBatchNorm {
+    /// For this many channels, with a momentum of 0.1 and an eps of 1e-5.
+    ///
+    /// # Errors
+    /// As [`BatchNorm::new`].
+    pub fn new(channels: usize, options: impl Into<TensorOptions>, group: &Group) -> Result<SyncBatchNorm> {
+        let norm = BatchNorm::new(channels, options)?;
+        SyncBatchNorm::convert_sync_batchnorm(&norm, group);
+        Ok(SyncBatchNorm(norm))
+    }
+
+    /// With another momentum: how far the running statistics move towards a batch's.
+    pub fn with_momentum(self, momentum: f64) -> SyncBatchNorm {
+        SyncBatchNorm(self.0.with_momentum(momentum))
+    }
+
+    /// With another number added to the variance.
+    pub fn with_eps(self, eps: f64) -> SyncBatchNorm {
+        SyncBatchNorm(self.0.with_eps(eps))
+    }
+
+    /// Has every [`BatchNorm`] of a module take the statistics of all ranks from now on, before or after
+    /// [`DataParallel`](super::DataParallel) is made of it; gives how many there are. It finds those that
+    /// [`Module::named_modules`] lists, and the module itself.
+    ///
+    /// ```
+    /// use claystone::distributed::{Group, SyncBatchNorm};
+    /// use claystone::nn::{BatchNorm2d, Linear, Sequential};
+    /// use claystone::Device;
+    /// # let group = &Group::threads(&[Device::Cpu])?[0];
+    /// let net = Sequential::new().push(BatchNorm2d::new(3, Device::Cpu)?).push(Linear::new(4, 4, Device::Cpu)?);
+    /// assert_eq!(SyncBatchNorm::convert_sync_batchnorm(&net, group), 1);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn convert_sync_batchnorm(module: &dyn Module, group: &Group) -> usize {
+        let group = group.clone();
+        let normalise = Arc::new(move |x: &Tensor, options: BatchNormOptions| batch_norm(&group, x, options));
+        let inside = module.named_modules("").into_iter().filter_map(|(_, m)| m.as_batch_norm());
+        let found: Vec<&BatchNorm> = module.as_batch_norm().into_iter().chain(inside).collect();
+        found.iter().for_each(|norm| norm.train_by(normalise.clone()));
+        found.len()
+    }
+}
+
+impl Module for SyncBatchNorm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.0.forward(x)
+    }
+
+    fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        self.0.visit(prefix, visitor);
+    }
+
+    fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        self.0.visit_mut(prefix, visitor);
+    }
+
+    fn set_training(&self, training: bool) {
+        self.0.set_training(training);
+    }
+
+    fn as_batch_norm(&self) -> Option<&BatchNorm> {
+        self.0.as_batch_norm()
+    }
+}
+
+const OP: &str = "SyncBatchNorm";
+
+/// [`Tensor::batch_norm`] in training, by the statistics of all ranks.
+fn batch_norm(group: &Group, x: &Tensor, options: BatchNormOptions) -> Result<Tensor> {
+    let BatchNormOptions { running_mean, running_var, weight, bias, momentum, eps, .. } = options;
+    let (Some(weight), Some(bias)) = (weight, bias) else {
+        return Err(Error::invalid(OP, "it needs a weight and a bias"));
+    };
+    x.dtype().check_float(OP)?;
+    if x.shape().dims().get(1) != Some(&weight.numel()) {
+        let reason = format!("shape {} is not [N, {}, ..]: it has other channels", x.shape(), weight.numel());
+        return Err(Error::invalid(OP, reason));
+    }
+    let running = [running_mean, running_var].map(|t| t.map(Tensor::shallow_clone));
+    let (group, elements) = (group.clone(), OnceLock::new());
+    Tensor::apply_op(Normalise { group, running, momentum, eps, elements }, &[x, weight, bias])
+}
+
+/// One forward, and its backward.
+struct Normalise {
+    group: Group,
+    running: [Option<Tensor>; 2],
+    momentum: f64,
+    eps: f64,
+    /// How many elements of a channel all ranks have together.
+    elements: OnceLock<f64>,
+}
+
+/// Numbers for each channel on the host: what travels is computed with in f64, alike on all ranks.
+fn to_host(rows: &[&Tensor]) -> Result<Vec<f64>> {
+    Tensor::stack(rows, 0)?.to_device(Device::Cpu)?.to_dtype(DType::F64)?.to_vec()
+}
+
+/// Rows of numbers for each channel, as tensors that go with those of x in a formula.
+fn from_host(rows: &[Vec<f64>], x: &Tensor) -> Result<Vec<Tensor>> {
+    let all = Tensor::from_slice(&rows.concat(), [rows.len(), rows[0].len()], Device::Cpu)?;
+    let all = all.to_dtype(computed_in(x))?.to_device(x.device())?;
+    (0..rows.len()).map(|row| all.select(0, row as isize)).collect()
+}
+
+/// The dtype that halves are computed in, or x's own.
+fn computed_in(x: &Tensor) -> DType {
+    if x.dtype().size() < 4 { DType::F32 } else { x.dtype() }
+}
+
+/// All dims but that of the channels.
+fn others(x: &Tensor) -> Vec<isize> {
+    (0..x.rank() as isize).filter(|&d| d != 1).collect()
+}
+
+impl Normalise {
+    /// Mean and variance of all ranks' elements, from those of each rank's.
+    fn statistics(&self, x: &Tensor) -> Result<[Vec<f64>; 2]> {
+        let channels = x.shape().dims()[1];
+        let n = x.numel() / channels.max(1);
+        let mut own = match n {
+            0 => vec![0.0; 2 * channels],
+            _ => {
+                let (var, mean) = x.to_dtype(computed_in(x))?.var_mean(others(x), 0, false)?;
+                to_host(&[&mean, &var])?
+            }
+        };
+        own.push(n as f64);
+        let all = self.group.all_gather(&Tensor::from_slice(&own, own.len(), Device::Cpu)?)?.to_vec::<f64>()?;
+        let ranks = || all.chunks(own.len());
+        let total: f64 = ranks().map(|rank| rank[2 * channels]).sum();
+        if total == 1.0 {
+            let reason = "the ranks have one element a channel together, which has no variance";
+            return Err(Error::invalid(OP, reason));
+        }
+        let _ = self.elements.set(total);
+        let mean_over = |f: &dyn Fn(&[f64]) -> f64| -> f64 {
+            ranks().map(|rank| rank[2 * channels] * f(rank)).sum::<f64>() / total.max(1.0)
+        };
+        let means: Vec<f64> = (0..channels).map(|c| mean_over(&|rank| rank[c])).collect();
+        let var = |c: usize| mean_over(&|rank| rank[channels + c] + (rank[c] - means[c]).powi(2));
+        let vars = (0..channels).map(var).collect();
+        Ok([means, vars])
+    }
+
+    fn elements(&self) -> f64 {
+        *self.elements.get().expect("forward has run")
+    }
+}
+
+impl CustomOp for Normalise {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn forward(&self, ctx: &mut OpContext, inputs: &[&Tensor]) -> Result<Tensor> {
+        let [x, weight, bias] = inputs[..] else { unreachable!("three inputs") };
+        let [mean, var] = self.statistics(x)?;
+        let n = self.elements();
+        let unbiased = var.iter().map(|v| v * n / (n - 1.0)).collect();
+        let rows = from_host(&[mean, var, unbiased], x)?;
+        let out = x.batch_norm(BatchNormOptions {
+            running_mean: Some(&rows[0]),
+            running_var: Some(&rows[1]),
+            weight: Some(weight),
+            bias: Some(bias),
+            eps: self.eps,
+            ..Default::default()
+        })?;
+        for (running, row) in self.running.iter().zip([&rows[0], &rows[2]]).filter(|_| n > 0.0) {
+            let Some(running) = running else { continue };
+            let momentum = [Scalar::Float(self.momentum)];
+            Tensor::map_into(&[running, row], &momentum, &[running], |x, s| vec![x[0].lerp(&x[1], s[0].clone())])?;
+        }
+        ctx.save_for_backward(&[x, weight, &rows[0], &rows[1]]);
+        Ok(out)
+    }
+
+    /// By the gradient g of the result y = (x - mean) / std * weight + bias: that of x is weight / std times
+    /// g - sum(g) / n - (x - mean) / var * sum(g * (x - mean)) / n, with sums over all ranks' n elements of the channel.
+    fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        let saved = ctx.saved_tensors()?;
+        let [x, weight, mean, var] = &saved[..] else { unreachable!("four tensors were kept") };
+        let dtype = computed_in(x);
+        let (wide, grad) = (x.to_dtype(dtype)?, grad.to_dtype(dtype)?);
+        let shape: Shape = (0..x.rank()).map(|d| if d == 1 { weight.numel() } else { 1 }).collect();
+        let column = |t: &Tensor| t.reshape(&shape);
+        let mean = column(mean)?;
+        let product = Tensor::map(&[&grad, &wide, &mean], |e| &e[0] * (&e[1] - &e[2]))?;
+        let (sums, products) = (grad.sum(others(x), false)?, product.sum(others(x), false)?);
+        let scale = var.add_scalar(self.eps)?.rsqrt()?;
+        let of_weight = ctx.needs_input_grad(1).then(|| products.mul(&scale)?.to_dtype(weight.dtype())).transpose()?;
+        let of_bias = ctx.needs_input_grad(2).then(|| sums.to_dtype(weight.dtype())).transpose()?;
+        if !ctx.needs_input_grad(0) {
+            return Ok(vec![None, of_weight, of_bias]);
+        }
+        let own = to_host(&[&sums, &products])?;
+        let all = Tensor::from_slice(&own, own.len(), Device::Cpu)?;
+        self.group.all_reduce(&all, ReduceOp::Sum)?;
+        let means: Vec<f64> = all.to_vec::<f64>()?.iter().map(|sum| sum / self.elements().max(1.0)).collect();
+        let (of_grad, of_product) = means.split_at(weight.numel());
+        let rows = from_host(&[of_grad.to_vec(), of_product.to_vec()], x)?;
+        let (weight, scale) = (column(&weight.to_dtype(dtype)?)?, column(&scale)?);
+        let inputs = [&grad, &wide, &mean, &scale, &weight, &column(&rows[0])?, &column(&rows[1])?];
+        let of_x = Tensor::map(&inputs, |e: &[Expr]| {
+            &e[4] * &e[3] * (&e[0] - &e[5] - (&e[1] - &e[2]) * (&e[3] * &e[3]) * &e[6])
+        })?;
+        Ok(vec![Some(of_x.to_dtype(x.dtype())?), of_weight, of_bias])
+    }
+}

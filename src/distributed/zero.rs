@@ -1,0 +1,395 @@
+//! Optimisers of which every rank has a part (ZeRO, stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+//! Trillion Parameter Models").
+//!
+//! The parameters of a bucket of [`DataParallel`] lie in one buffer, their gradients in another; both have as many equal parts as
+//! there are ranks. Backward leaves a rank the mean of its part of the gradients (`reduce_scatter`), the rank's optimiser steps its part
+//! of the parameters, and `all_gather` brings the parts to all ranks: together as many bytes as `all_reduce` sends.
+
+use std::sync::Arc;
+
+use super::checkpoint::Piece;
+use super::data_parallel::Reducer;
+use super::{DataParallel, Group, ReduceOp, Work};
+use crate::io::{StateDict, Stateful};
+use crate::nn::Module;
+use crate::optim::{Optimizer, clip_grads_with_norm_, get_total_norm};
+use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
+
+const OP: &str = "ZeroRedundancyOptimizer";
+
+/// An optimiser whose state is divided among the ranks (ZeRO, stage 1; PyTorch's `ZeroRedundancyOptimizer`): each has that of
+/// `1 / group.size()` of the parameters' elements, f32 master weights of halves included, and steps these. Training is the same as with
+/// the whole optimiser on every rank, in the same number of bytes that travel; the part of the gradients is sent while backward computes the rest.
+///
+/// Any optimiser that works element by element can be divided. It is made of parts of the parameters: tensors of the parameters'
+/// ranks, `[1, .., 1, n]`, of which `n` elements are this rank's, maybe none.
+///
+/// ```
+/// use claystone::distributed::{DataParallel, Group, ZeroRedundancyOptimizer};
+/// use claystone::nn::{Linear, Module};
+/// use claystone::optim::{AdamW, AdamWConfig, Optimizer};
+/// use claystone::{Device, Tensor};
+/// std::thread::scope(|scope| {
+///     for group in Group::threads(&[Device::Cpu, Device::Cpu])? {
+///         scope.spawn(move || -> claystone::Result<()> {
+///             let mut model = DataParallel::new(Linear::new(3, 1, group.device())?, &group, Default::default())?;
+///             let mut adamw = ZeroRedundancyOptimizer::new(&mut model, |parameters| {
+///                 AdamW::grouped(parameters, |_name, p| {
+///                     AdamWConfig { weight_decay: if p.rank() < 2 { 0.0 } else { 0.01 }, ..Default::default() }
+///                 })
+///             })?;
+///             let x = Tensor::randn([4, 3], group.device())?; // a share of the batch
+///             adamw.zero_grad();
+///             model.forward(&x)?.square()?.mean((), false)?.backward()?;
+///             adamw.clip_grad_norm_(1.0, 2.0)?;
+///             adamw.step()
+///         });
+///     }
+///     Ok::<(), claystone::Error>(())
+/// })?;
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// After a backward of all ranks [`Tensor::grad`] of the parameters is none, for each rank has a part of their gradients only:
+/// [`clip_grad_norm_`](Self::clip_grad_norm_) clips by the norm of all. [`GradScaler`](crate::optim::GradScaler) and
+/// schedules work as with other optimisers. In [`DataParallel::no_sync`] gradients add up on their rank, whole, until a backward
+/// outside of it.
+///
+/// Its state dict has this rank's part. [`save_checkpoint`](super::save_checkpoint) puts the parts together to what the whole
+/// optimiser would save, [`save_sharded_checkpoint`](super::save_sharded_checkpoint) has every rank write its own, and
+/// [`load_checkpoint`](super::load_checkpoint) reads both on any number of ranks.
+pub struct ZeroRedundancyOptimizer<O> {
+    inner: O,
+    shards: Arc<Shards>,
+    /// What this rank has of the optimiser's parameters, in its order.
+    pieces: Vec<Piece>,
+    /// The [`Shard::version`] of each bucket that this rank's part goes with.
+    versions: Vec<u64>,
+}
+
+/// What this rank has of every bucket.
+pub(super) struct Shards {
+    group: Group,
+    buckets: Vec<Shard>,
+}
+
+/// A bucket's parameters, and the part of them that is this rank's.
+struct Shard {
+    /// Which parameters of the model, in ascending order.
+    indices: Vec<usize>,
+    parameters: Vec<Tensor>,
+    /// All values and gradients, and for each parameter its view of them.
+    values: Flat,
+    gradients: Flat,
+    /// This rank's part of the values, and of the gradients. The values have memory of their own: what `all_gather` writes is not
+    /// to look as if somebody had set the weights anew, for then f32 masters would be made of rounded ones.
+    own_values: Tensor,
+    own_gradients: Tensor,
+    /// Of each parameter the elements that are this rank's, a leaf in `own_values`, and where its gradient is.
+    leaves: Vec<Tensor>,
+    slots: Vec<Tensor>,
+    pieces: Vec<Piece>,
+}
+
+/// A buffer, and views of it one after another.
+struct Flat {
+    buffer: Tensor,
+    views: Vec<Tensor>,
+}
+
+impl Flat {
+    fn new(parameters: &[&Tensor], elements: usize) -> Result<Flat> {
+        let buffer = Tensor::zeros(elements, (parameters[0].dtype(), parameters[0].device()))?;
+        let mut start = 0;
+        let view = |p: &&Tensor| {
+            start += p.numel();
+            buffer.narrow(0, start - p.numel(), p.numel())?.view(p.shape())
+        };
+        let views = parameters.iter().map(view).collect::<Result<_>>()?;
+        Ok(Flat { buffer, views })
+    }
+}
+
+/// Whether both are the same elements of the same storage.
+fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
+    a.shares_storage(b) && a.offset() == b.offset() && a.strides() == b.strides()
+}
+
+impl Shard {
+    /// Of these parameters, which stay where they are.
+    fn new(group: &Group, indices: Vec<usize>, parameters: &[&Tensor]) -> Result<Shard> {
+        let elements: usize = parameters.iter().map(|p| p.numel()).sum();
+        let share = elements.div_ceil(group.size());
+        let values = Flat::new(parameters, share * group.size())?;
+        let gradients = Flat::new(parameters, share * group.size())?;
+        values.views.iter().zip(parameters).try_for_each(|(view, p)| view.copy_(p).map(|_| ()))?;
+        let own = group.rank() * share;
+        let own_values = values.buffer.narrow(0, own, share)?.try_clone()?;
+        let own_gradients = Tensor::zeros(share, &own_values)?;
+        let (mut leaves, mut slots, mut pieces, mut start) = (Vec::new(), Vec::new(), Vec::new(), 0);
+        for p in parameters {
+            // Clamped to this rank's part, also where that has nothing of it.
+            let at = |element: usize| (start + element).clamp(own, own + share);
+            let (from, to) = (at(0), at(p.numel()));
+            let shape: Shape = (1..p.rank()).map(|_| 1).chain([to - from]).collect();
+            let part = |flat: &Tensor| flat.detach().narrow(0, from - own, to - from)?.view(&shape);
+            let leaf = part(&own_values)?.requires_grad_(true)?;
+            let slot = part(&own_gradients)?;
+            leaf.set_grad_slot(slot.shallow_clone())?;
+            leaves.push(leaf);
+            slots.push(slot);
+            let elements = if from == to { 0..0 } else { from - start..to - start };
+            pieces.push(Piece { elements, shape: p.shape().dims().to_vec() });
+            start += p.numel();
+        }
+        let parameters = Vec::new();
+        Ok(Shard { indices, parameters, values, gradients, own_values, own_gradients, leaves, slots, pieces })
+    }
+
+    /// Moves parameters into the buffer whose memory nobody else holds; the others stay where everybody sees them change.
+    fn take_over(&mut self, parameters: Vec<&mut Tensor>) -> Result<()> {
+        for ((p, view), slot) in parameters.into_iter().zip(&self.values.views).zip(&self.gradients.views) {
+            if p.storage().is_unique() {
+                *p = p.with_data(view.shallow_clone())?;
+            }
+            if p.grad_slot().is_none() {
+                p.set_grad_slot(slot.shallow_clone())?;
+            }
+            self.parameters.push(p.shallow_clone());
+        }
+        Ok(())
+    }
+
+    /// Parameters that are not in the buffer, with the buffer's views of them.
+    fn elsewhere(&self) -> impl Iterator<Item = (&Tensor, &Tensor)> {
+        self.parameters.iter().zip(&self.values.views).filter(|(p, view)| !is_same_view(p, view))
+    }
+
+    /// Grows with every change of the parameters in place.
+    fn version(&self) -> u64 {
+        self.parameters.iter().map(|p| p.storage().version()).sum()
+    }
+
+    /// Makes this rank's part what the parameters are.
+    fn refresh(&self, rank: usize) -> Result<()> {
+        self.elsewhere().try_for_each(|(p, view)| view.copy_(p).map(|_| ()))?;
+        let share = self.own_values.numel();
+        self.own_values.copy_(&self.values.buffer.narrow(0, rank * share, share)?).map(|_| ())
+    }
+}
+
+impl Shards {
+    /// Sends the gradients of a bucket, in the bucket's order: the mean of this rank's part comes back.
+    pub fn send(&self, bucket: usize, gradients: &[Tensor], dtype: Option<DType>) -> Result<Work<Tensor>> {
+        let all = &self.buckets[bucket].gradients;
+        for (view, grad) in all.views.iter().zip(gradients.iter().rev()).filter(|(v, g)| !is_same_view(v, g)) {
+            view.copy_(grad)?;
+        }
+        let travel = dtype.map_or(Ok(all.buffer.shallow_clone()), |dtype| all.buffer.to_dtype(dtype))?;
+        self.group.reduce_scatter_async(&travel, ReduceOp::Mean)
+    }
+
+    /// Adds the mean of this rank's part of a bucket to the gradients that it has; none of parameters that no rank reached.
+    pub fn receive(&self, bucket: usize, mean: &Tensor, reached: &[bool]) -> Result<()> {
+        let Shard { indices, parameters, own_gradients, leaves, slots, .. } = &self.buckets[bucket];
+        match leaves.iter().all(|leaf| leaf.grad().is_none()) {
+            true => own_gradients.copy_(mean)?,
+            false => {
+                let mut without = leaves.iter().zip(slots).filter(|(leaf, _)| leaf.grad().is_none());
+                without.try_for_each(|(_, slot)| slot.fill_(0).map(|_| ()))?;
+                own_gradients.add_(&mean.to_dtype(own_gradients.dtype())?)?
+            }
+        };
+        for ((leaf, slot), _) in leaves.iter().zip(slots).zip(indices).filter(|(_, i)| reached[**i]) {
+            leaf.set_grad(slot.shallow_clone())?;
+        }
+        parameters.iter().for_each(Tensor::zero_grad);
+        Ok(())
+    }
+}
+
+impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
+    /// Of all parameters of a model that require a gradient. `make` makes the optimiser of this rank's parts of them, which have the
+    /// parameters' names: `AdamW::grouped(parameters, |_, _| config)` of all alike. All ranks call it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a model that was converted after [`DataParallel::new`] or that has such an optimiser already;
+    /// [`Error::OutOfMemory`]; those of `make`.
+    #[track_caller]
+    pub fn new<M: Module>(
+        model: &mut DataParallel<M>,
+        make: impl FnOnce(Vec<(String, &mut Tensor)>) -> Result<O>,
+    ) -> Result<ZeroRedundancyOptimizer<O>> {
+        let (module, reducer) = model.parts_mut();
+        let Reducer { group, parameters: known, buckets, .. } = reducer;
+        if reducer.shards().is_some() {
+            return Err(Error::invalid(OP, "the model has one already: drop it first, or give one all parameters"));
+        }
+        let named = module.named_parameters_mut("").into_iter().filter(|(_, p)| p.requires_grad());
+        let (names, mut parameters): (Vec<String>, Vec<Option<&mut Tensor>>) =
+            named.map(|(name, p)| (name, Some(p))).unzip();
+        let ids = parameters.iter().flatten().map(|p| p.leaf_id());
+        if !ids.eq(known.iter().map(|(_, p)| p.leaf_id())) {
+            let reason = "the model has other parameters than when DataParallel was made: convert it before that";
+            return Err(Error::invalid(OP, reason));
+        }
+        // Everything that can fail comes first: on an error the model keeps the parameters it had.
+        let shard = |bucket: &Vec<usize>| {
+            let indices: Vec<usize> = bucket.iter().rev().copied().collect();
+            let of_bucket: Vec<&Tensor> = indices.iter().filter_map(|&i| parameters[i].as_deref()).collect();
+            Shard::new(group, indices, &of_bucket)
+        };
+        let mut shards = no_grad(|| buckets.iter().map(shard).collect::<Result<Vec<_>>>())?;
+        // The parts in the order of the parameters: buckets have the last ones first.
+        let ascending = || shards.iter().rev();
+        let mut leaves: Vec<Tensor> = ascending().flat_map(|s| &s.leaves).map(Tensor::shallow_clone).collect();
+        let inner = make(names.into_iter().zip(&mut leaves).collect())?;
+        let all: Vec<(&Tensor, &Piece)> = ascending().flat_map(|s| s.leaves.iter().zip(&s.pieces)).collect();
+        let piece = |p: &&Tensor| {
+            let own = all.iter().find(|(leaf, _)| leaf.leaf_id() == p.leaf_id() && is_same_view(leaf, p));
+            let reason = "the optimiser has moved the parameters it was given, or has others";
+            own.map(|(_, piece)| (*piece).clone()).ok_or_else(|| Error::invalid(OP, reason))
+        };
+        let pieces = inner.parameters().iter().map(piece).collect::<Result<_>>()?;
+        for shard in &mut shards {
+            let of_bucket = shard.indices.iter().filter_map(|&i| parameters[i].take()).collect();
+            shard.take_over(of_bucket)?;
+        }
+        let versions = shards.iter().map(Shard::version).collect();
+        let shards = Arc::new(Shards { group: group.clone(), buckets: shards });
+        reducer.set_shards(&shards);
+        Ok(ZeroRedundancyOptimizer { inner, shards, pieces, versions })
+    }
+
+    /// The optimiser of this rank's part.
+    pub fn inner(&self) -> &O {
+        &self.inner
+    }
+
+    /// Scales all ranks' gradients down so that the norm of all of them together is at most `max_norm`; gives the norm before, a
+    /// scalar ([`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_), which sees this rank's part only). All ranks call it; it
+    /// waits for their norms.
+    ///
+    /// # Errors
+    /// As there; those of collectives.
+    pub fn clip_grad_norm_(&self, max_norm: f64, norm_type: f64) -> Result<Tensor> {
+        let parts = self.inner.parameters();
+        let own = get_total_norm(parts.iter().filter_map(|p| p.grad()), norm_type)?;
+        let on_host = own.to_device(Device::Cpu)?.to_dtype(DType::F64)?;
+        let total = get_total_norm([self.shards.group.all_gather(&on_host)?], norm_type)?;
+        let device = parts.first().map_or(self.shards.group.device(), |p| p.device());
+        let total = total.to_dtype(own.dtype())?.to_device(device)?;
+        clip_grads_with_norm_(parts, max_norm, &total)?;
+        Ok(total)
+    }
+
+    /// Makes this rank's part what the parameters are, where they were changed since the last step.
+    fn refresh(&mut self) -> Result<()> {
+        for (shard, version) in self.shards.buckets.iter().zip(&mut self.versions) {
+            if shard.parameters.iter().any(|p| p.successor().is_some()) {
+                let reason = "the model was converted: make DataParallel and this optimiser of the converted one";
+                return Err(Error::invalid(OP, reason));
+            }
+            if shard.version() != *version {
+                shard.refresh(self.shards.group.rank())?;
+                *version = shard.version();
+            }
+        }
+        Ok(())
+    }
+
+    /// The state's entry of this name as a part of a parameter, if it is one.
+    fn piece(&self, name: &str, entry: &Tensor) -> Option<&Piece> {
+        let i: usize = name.strip_prefix("state.")?.split('.').next()?.parse().ok()?;
+        let shape = self.inner.parameters().get(i)?.shape().clone();
+        self.pieces.get(i).filter(|_| *entry.shape() == shape)
+    }
+}
+
+impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
+    /// All ranks call it.
+    #[track_caller]
+    fn step_scaled(&mut self, factor: f64) -> Result<()> {
+        no_grad(|| {
+            self.refresh()?;
+            self.inner.step_scaled(factor)?;
+            let gather = |s: &Shard| self.shards.group.all_gather_into_async(&s.own_values, &s.values.buffer);
+            let work = self.shards.buckets.iter().map(gather).collect::<Result<Vec<_>>>()?;
+            for ((shard, version), work) in self.shards.buckets.iter().zip(&mut self.versions).zip(work) {
+                work.wait()?;
+                shard.elsewhere().try_for_each(|(p, view)| p.copy_(view).map(|_| ()))?;
+                *version = shard.version();
+            }
+            Ok(())
+        })
+    }
+
+    fn zero_grad(&self) {
+        self.inner.zero_grad();
+        self.shards.buckets.iter().flat_map(|s| &s.parameters).for_each(Tensor::zero_grad);
+    }
+
+    /// This rank's parts of them.
+    fn parameters(&self) -> Vec<&Tensor> {
+        self.inner.parameters()
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        self.inner.learning_rates()
+    }
+
+    fn set_learning_rates(&mut self, rates: &[f64]) -> Result<()> {
+        self.inner.set_learning_rates(rates)
+    }
+
+    /// On all ranks: whether those of all are. All ranks call it.
+    fn gradients_are_finite(&self) -> Result<bool> {
+        let own = u8::from(self.inner.gradients_are_finite()?);
+        let all = Tensor::from_slice(&[own], 1, Device::Cpu)?;
+        self.shards.group.all_reduce(&all, ReduceOp::Min)?;
+        Ok(all.item::<u8>()? == 1)
+    }
+
+    /// This rank's part: `state.3.exp_avg[0..5 of 4x3]` for the first 5 elements of what a whole optimiser has as
+    /// `state.3.exp_avg`.
+    fn state_dict(&self) -> Result<StateDict> {
+        let mut state = StateDict::new();
+        for (name, entry) in self.inner.state_dict()? {
+            match self.piece(&name, &entry) {
+                Some(piece) if self.shards.group.size() == 1 => state.insert(name, entry.view(piece.shape.as_slice())?),
+                Some(piece) if piece.elements.is_empty() => {}
+                Some(piece) => state.insert(piece.name(&name), entry.view(entry.numel())?),
+                None => state.insert(name, entry),
+            }
+        }
+        Ok(state)
+    }
+
+    /// From the state of the whole optimiser, of which this rank takes its part, or its own part.
+    fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        let mut own = StateDict::new();
+        for (name, entry) in self.inner.state_dict()? {
+            let loaded = match self.piece(&name, &entry) {
+                Some(piece) => piece.of(state, &name)?.map(|part| part.view(entry.shape())).transpose()?,
+                None => state.get(&name).map(Tensor::shallow_clone),
+            };
+            let reason =
+                || format!("the state has no {name} of this optimiser, or a part of it that is not this rank's");
+            own.insert(name.clone(), loaded.ok_or_else(|| Error::invalid(OP, reason()))?);
+        }
+        // Before the masters of halves are loaded: a refresh would round them.
+        no_grad(|| self.refresh())?;
+        self.inner.load_state_dict(&own)
+    }
+}
+
+/// A part of a checkpoint of all ranks.
+impl<O: Optimizer> Stateful for ZeroRedundancyOptimizer<O> {
+    fn state_dict(&self) -> Result<StateDict> {
+        Optimizer::state_dict(self)
+    }
+
+    fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        Optimizer::load_state_dict(self, state)
+    }
+}
