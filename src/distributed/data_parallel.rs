@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use super::zero::Shards;
 use super::{Group, ReduceOp, Work};
 use crate::nn::{BatchNorm, Forward, Module, Role};
+use crate::optim::joined_views;
 use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
 
 /// How [`DataParallel`] works.
@@ -304,6 +305,9 @@ impl Reducer {
         if let Some(shards) = self.shards() {
             return Ok(Sent::Part(shards.send(bucket, &gradients, dtype)?));
         }
+        // In the order of the parameters, of which an optimiser has the gradients in one buffer.
+        let joined = joined_views(gradients.iter().rev().map(Tensor::shallow_clone))?;
+        let gradients = if joined.is_empty() { gradients } else { joined }; // where none has elements
         let travel = match dtype {
             Some(dtype) => gradients.iter().map(|grad| grad.to_dtype(dtype)).collect::<Result<Vec<_>>>()?,
             None => gradients.iter().map(Tensor::shallow_clone).collect(),

@@ -8,7 +8,7 @@ use super::engine::{Engine, Work};
 use super::reduce::ReduceOp;
 use super::threads::Threads;
 use super::transport::Transport;
-use crate::{Device, Error, Result, Shape, Stream, Tensor, with_stream};
+use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 
 /// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Of a job under `mpirun` every process is a rank
 /// ([`Group::world`], feature `mpi`); in one process a thread for each device can be one ([`Group::threads`]).
@@ -239,9 +239,8 @@ impl Group {
     /// The ranks' tensors one after another in `into`, contiguous and of as many elements as they have together.
     pub(super) fn all_gather_into_async(&self, tensor: &Tensor, into: &Tensor) -> Result<Work> {
         let (source, into) = (tensor.detach().contiguous()?, bytes_of(into)?);
-        self.submit("all_gather", Some(describe("all_gather", tensor, "")), &[source], move |m, bytes| {
-            collective::all_gather(m, &bytes[0], &into)
-        })
+        let call = describe("all_gather", tensor.dtype(), tensor.shape(), "");
+        self.submit("all_gather", Some(call), &[source], move |m, bytes| collective::all_gather(m, &bytes[0], &into))
     }
 
     /// Of the sum (or another [`ReduceOp`]) of the ranks' tensors, whose first dimension is a multiple of the group's size, this
@@ -358,11 +357,12 @@ impl Group {
         detail: &str,
         f: impl FnOnce(&mut Member, &[Tensor]) -> Result<()> + Send + 'static,
     ) -> Result<Work> {
-        let mut call = describe(op, tensors[0], detail);
-        if tensors.len() > 1 {
-            let elements: usize = tensors.iter().map(|t| t.numel()).sum();
-            call += &format!(" and {} more, {elements} elements", tensors.len() - 1);
-        }
+        // Several are one, in whatever pieces a rank has them.
+        let shape = match tensors {
+            [one] => one.shape().clone(),
+            _ => tensors.iter().map(|t| t.numel()).sum::<usize>().into(),
+        };
+        let call = describe(op, tensors[0].dtype(), &shape, detail);
         self.in_place_unchecked(op, Some(call), tensors, f)
     }
 
@@ -417,7 +417,7 @@ impl Group {
     ) -> Result<Work<Tensor>> {
         let source = tensor.detach().contiguous()?;
         let result = Tensor::empty(shape, (tensor.dtype(), tensor.device()))?;
-        self.submit(op, Some(describe(op, tensor, detail)), &[source], move |m, bytes| {
+        self.submit(op, Some(describe(op, tensor.dtype(), tensor.shape(), detail)), &[source], move |m, bytes| {
             f(m, &bytes[0], &bytes_of(&result)?)?;
             Ok(result)
         })
@@ -477,11 +477,11 @@ impl std::fmt::Debug for Group {
 
 /// The elements of a contiguous tensor as one dimension of bytes.
 fn bytes_of(tensor: &Tensor) -> Result<Tensor> {
-    tensor.detach().reshape(tensor.numel())?.view_dtype(crate::DType::U8)
+    tensor.detach().reshape(tensor.numel())?.view_dtype(DType::U8)
 }
 
-fn describe(op: &str, tensor: &Tensor, detail: &str) -> String {
-    format!("{op} of {} {} {detail}", tensor.dtype(), tensor.shape()).trim_end().into()
+fn describe(op: &str, dtype: DType, shape: &Shape, detail: &str) -> String {
+    format!("{op} of {dtype} {shape} {detail}").trim_end().into()
 }
 
 fn is_on(key: &str) -> bool {

@@ -1,27 +1,12 @@
 //! Gradients kept within bounds, on the device: nothing waits.
 
-use super::flat::{are_adjacent, flat_view};
+use super::flat::joined_views;
 use super::rule::check;
 use crate::{DType, Device, Result, Tensor, for_each_part, no_grad};
 
 /// The gradients of `parameters` in as few views as can be: neighbours in an optimiser's buffer are one.
 pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<Vec<Tensor>> {
-    runs(parameters.into_iter().filter_map(Tensor::grad))
-}
-
-fn runs(tensors: impl IntoIterator<Item = Tensor>) -> Result<Vec<Tensor>> {
-    let mut runs: Vec<Tensor> = Vec::new();
-    for t in tensors.into_iter().filter(|t| t.numel() > 0) {
-        if !t.is_contiguous() {
-            runs.push(t);
-            continue;
-        }
-        match runs.last_mut() {
-            Some(run) if are_adjacent(run, &t) => *run = flat_view(run, run.offset(), run.numel() + t.numel())?,
-            _ => runs.push(flat_view(&t, t.offset(), t.numel())?),
-        }
-    }
-    Ok(runs)
+    joined_views(parameters.into_iter().filter_map(Tensor::grad))
 }
 
 /// The norm of all elements, in f32 at least.
@@ -86,7 +71,7 @@ pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64)
         return Err(crate::Error::invalid(op, format!("norm_type is {norm_type}, it must be above 0")));
     }
     no_grad(|| {
-        let norms = runs(tensors)?.iter().map(|t| norm(t, norm_type)).collect::<Result<Vec<_>>>()?;
+        let norms = joined_views(tensors)?.iter().map(|t| norm(t, norm_type)).collect::<Result<Vec<_>>>()?;
         match &norms[..] {
             [] => Tensor::zeros((), Device::default()),
             [one] => Ok(one.shallow_clone()),

@@ -76,17 +76,33 @@ impl FlatBuffer {
 }
 
 /// `n` elements of `t`'s storage, one after another, from `offset` on.
-pub(super) fn flat_view(t: &Tensor, offset: usize, n: usize) -> Result<Tensor> {
+fn flat_view(t: &Tensor, offset: usize, n: usize) -> Result<Tensor> {
     t.detach().as_strided(n, &[1], offset)
 }
 
 /// Whether `next` begins where `t` ends.
-pub(super) fn are_adjacent(t: &Tensor, next: &Tensor) -> bool {
+fn are_adjacent(t: &Tensor, next: &Tensor) -> bool {
     t.is_contiguous()
         && next.is_contiguous()
         && t.shares_storage(next)
         && t.dtype() == next.dtype()
         && t.offset() + t.numel() == next.offset()
+}
+
+/// The elements of tensors in as few views as can be, in order: contiguous neighbours in one storage are one.
+pub(crate) fn joined_views(tensors: impl IntoIterator<Item = Tensor>) -> Result<Vec<Tensor>> {
+    let mut views: Vec<Tensor> = Vec::new();
+    for t in tensors.into_iter().filter(|t| t.numel() > 0) {
+        if !t.is_contiguous() {
+            views.push(t);
+            continue;
+        }
+        match views.last_mut() {
+            Some(view) if are_adjacent(view, &t) => *view = flat_view(view, view.offset(), view.numel() + t.numel())?,
+            _ => views.push(flat_view(&t, t.offset(), t.numel())?),
+        }
+    }
+    Ok(views)
 }
 
 /// Whether both are the same elements of the same storage, as tensors of one shape.
