@@ -35,6 +35,11 @@ impl Piece {
         Some((name, Piece { elements, shape: dims.collect::<Option<_>>()? }))
     }
 
+    /// The name of the tensor that an entry of this name is, or has elements of.
+    pub fn tensor(name: &str) -> &str {
+        Piece::parse(name).map_or(name, |(tensor, _)| tensor)
+    }
+
     /// These elements, flat, of a state that has the whole tensor or them alone; None where it has neither.
     pub fn of(&self, state: &StateDict, name: &str) -> Result<Option<Tensor>> {
         let Some(whole) = state.get(name) else {

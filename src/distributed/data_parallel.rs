@@ -34,7 +34,8 @@ impl Default for DataParallelOptions {
 /// leaves the mean of all ranks' gradients in [`Tensor::grad`], so that the ranks' optimisers take the same steps.
 ///
 /// Made, every rank has the parameters and buffers of rank 0. Gradients travel in buckets, those of the last layers first, while
-/// backward computes the others. Its names are those of the module: checkpoints fit both.
+/// backward computes the others. Its names are those of the module: checkpoints fit both. With a
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) each rank has the mean of its part of the gradients alone.
 ///
 /// ```
 /// use claystone::distributed::{DataParallel, Group};

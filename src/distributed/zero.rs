@@ -377,6 +377,12 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
                 || format!("the state has no {name} of this optimiser, or a part of it that is not this rank's");
             own.insert(name.clone(), loaded.ok_or_else(|| Error::invalid(OP, reason()))?);
         }
+        if let Some(name) = state.names().find(|name| own.get(Piece::tensor(name)).is_none()) {
+            return Err(Error::invalid(
+                OP,
+                format!("the state has {name}, which this optimiser does not: make the same one"),
+            ));
+        }
         // Before the masters of halves are loaded: a refresh would round them.
         no_grad(|| self.refresh())?;
         self.inner.load_state_dict(&own)

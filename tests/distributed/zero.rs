@@ -301,7 +301,7 @@ fn state_dicts_taken_before_follow() {
 }
 
 #[test]
-fn a_model_has_one_such_optimiser_and_is_not_converted_after_it() {
+fn what_does_not_go_together_is_told() {
     let group = &Group::threads(&[Device::Cpu]).unwrap()[0];
     let (mut net, mut optimizer) = divided(group, DType::F32, Default::default(), sgd()).unwrap();
     let told = |e: Result<()>| e.unwrap_err().to_string();
@@ -314,6 +314,13 @@ fn a_model_has_one_such_optimiser_and_is_not_converted_after_it() {
     drop(optimizer);
     assert!(told(another(&mut net)).contains("other parameters"));
     let mut net = DataParallel::new(Net::new(1, DType::F32, Device::Cpu).unwrap(), group, Default::default()).unwrap();
+    let (_other, mut amsgrad) =
+        divided(group, DType::F32, Default::default(), AdamConfig { amsgrad: true, ..Default::default() }).unwrap();
+    let (_net, mut adam) = divided(group, DType::F32, Default::default(), AdamConfig::default()).unwrap();
+    let states = [Optimizer::state_dict(&adam).unwrap(), Optimizer::state_dict(&amsgrad).unwrap()];
+    assert!(told(Optimizer::load_state_dict(&mut amsgrad, &states[0])).contains("no state.0.max_exp_avg_sq"));
+    assert!(told(Optimizer::load_state_dict(&mut adam, &states[1])).contains("has state.0.max_exp_avg_sq"));
+    Optimizer::load_state_dict(&mut adam, &states[0]).unwrap();
     let moved = ZeroRedundancyOptimizer::new(&mut net, |named| {
         let mut copies: Vec<Tensor> =
             named.iter().map(|(_, p)| p.detach().clone().requires_grad_(true).unwrap()).collect();
