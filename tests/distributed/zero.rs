@@ -1,3 +1,4 @@
+use claystone::device::count_launches;
 use claystone::distributed::{DataParallel, DataParallelOptions, Group, ReduceOp, ZeroRedundancyOptimizer};
 use claystone::nn::{Module, PRelu};
 use claystone::optim::{
@@ -45,6 +46,19 @@ fn gradients_add_up_before_they_travel() {
             accumulated_losses(group, dtype, &net, &mut sgd)
         },
     );
+}
+
+/// The parts of a bucket's parameters lie one after another, on ranks that have the end of one and the beginning of another too.
+#[test]
+fn a_step_is_a_launch_for_each_bucket() {
+    all(3, |group| {
+        let (net, mut adamw) = divided(group, DType::F32, Default::default(), AdamWConfig::default())?;
+        let (x, _) = batch(0, (0, 1), DType::F32, group.device())?;
+        net.forward(&x)?.sum((), false)?.backward()?;
+        let (stepped, launches) = count_launches(|| adamw.step());
+        assert_eq!(launches, 1);
+        stepped
+    });
 }
 
 fn parameters_of(net: &impl Module) -> Vec<f64> {
