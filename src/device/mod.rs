@@ -54,7 +54,7 @@ pub use name::Device;
 pub use opencl::ProgramCache;
 #[doc(hidden)]
 pub use opencl::read_cache_file;
-pub use stream::{Event, Stream, StreamId, with_stream};
+pub use stream::{Event, Stream, StreamId, set_stream, with_stream};
 
 impl Device {
     /// Every device: the OpenCL devices in order of their index (discrete GPUs, integrated GPUs, accelerators, CPUs),

@@ -291,7 +291,7 @@ impl Event {
 }
 
 thread_local! {
-    /// The streams of the [`with_stream`]s that this thread is in.
+    /// The streams that this thread has set, and above them those of the [`with_stream`]s that it is in.
     static CURRENT: RefCell<Vec<Stream>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -328,4 +328,30 @@ pub fn with_stream<R>(stream: &Stream, f: impl FnOnce() -> R) -> R {
     let entered = CURRENT.try_with(|stack| stack.borrow_mut().push(stream.clone()));
     let _restore = entered.is_ok().then_some(Restore);
     f()
+}
+
+/// Makes `stream` this thread's current stream of its device, until another is set or the [`with_stream`] that it is called
+/// in ends. For callers whose scopes are not Rust's. Waits for nothing. PyTorch's `torch.cuda.set_stream`.
+///
+/// ```
+/// use claystone::{Device, Stream, device::set_stream};
+/// let stream = Stream::new(Device::Cpu)?;
+/// set_stream(&stream);
+/// assert_eq!(Stream::current(Device::Cpu)?, stream);
+/// set_stream(&Stream::default_stream(Device::Cpu)?);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub fn set_stream(stream: &Stream) {
+    // What was set before is dropped when the stack is no longer borrowed. A thread that is ending has no streams any more.
+    let _before = CURRENT.try_with(|stack| {
+        let mut stack = stack.borrow_mut();
+        match stack.iter_mut().rev().find(|set| set.device() == stream.device()) {
+            Some(set) => Some(std::mem::replace(set, stream.clone())),
+            // Below the streams of all `with_stream`s, which take theirs from the top.
+            None => {
+                stack.insert(0, stream.clone());
+                None
+            }
+        }
+    });
 }

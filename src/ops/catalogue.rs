@@ -8,16 +8,19 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::sync::OnceLock;
 
+use smallvec::SmallVec;
+
+use crate::autograd::check_unrecorded;
 use crate::error::Excerpt;
 use crate::expr::table::{Accepts, Output, ROWS, Row};
 use crate::ops::dispatch::arguments::{Argument, ParameterKind};
-use crate::ops::dispatch::checks::invalid;
+use crate::ops::dispatch::checks::{invalid, mismatch};
 use crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::parameters::{Parameter, Signature, Slots, Value};
 use crate::ops::dispatch::registry::{self, Backend, Implementation, Registration};
 use crate::ops::{elementwise, index, linalg, nn, random, reduce, shape, sort};
 use crate::storage::Caller;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, can_cast, no_grad};
 
 /// The lists of all families, in the order of the documentation.
 const FAMILIES: &[fn() -> Vec<Operation>] = &[
@@ -190,6 +193,52 @@ pub fn call<'a, T: Copy + Into<Option<&'a Tensor>>>(
     }
 }
 
+/// [`call`] whose results are written into tensors that are there (PyTorch's `out=`), of their shapes and converted to their dtypes;
+/// `None` stands for a result that nobody wants, and so does what is left out at the end. An elementwise operation computes its
+/// result in place where the dtype is its own; the results of others are copied. Gradients do not flow through it.
+///
+/// ```
+/// use claystone::{Device, Tensor, ops};
+/// let (x, out) = (Tensor::ones([2, 3], Device::Cpu)?, Tensor::zeros([3, 2], Device::Cpu)?);
+/// ops::call_into("add_scalar", &[&x], &[2.0.into()], &[&out.t()?])?;
+/// assert_eq!(out.to_vec::<f32>()?, [3.0; 6]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of [`call`]; [`Error::ShapeMismatch`] for a tensor of another shape than the result's, [`Error::Invalid`] for one whose dtype
+/// the result's cannot be converted to ([`can_cast`](crate::can_cast)) and for more tensors than there are results;
+/// [`Error::Autograd`] for one that is part of the graph. Where there are several, those before the one at fault are written.
+#[track_caller]
+pub fn call_into<'a, 'o, T, O>(name: &str, tensors: &[T], arguments: &[Argument], out: &[O]) -> Result<()>
+where
+    T: Copy + Into<Option<&'a Tensor>>,
+    O: Copy + Into<Option<&'o Tensor>>,
+{
+    let _caller = Caller::enter();
+    let op = "call_into";
+    let out: Slots = out.iter().map(|&t| t.into()).collect();
+    let inputs: Slots = tensors.iter().map(|&t| t.into()).collect();
+    let given: SmallVec<[&Tensor; 6]> = inputs.iter().copied().flatten().collect();
+    out.iter().flatten().try_for_each(|t| check_unrecorded(op, t, &given))?;
+    if let [Some(out)] = out[..]
+        && let Some(operation) = find(name)
+        && operation.run_into(&inputs, arguments, out)?
+    {
+        return Ok(());
+    }
+    let results = no_grad(|| call(name, &inputs, arguments))?;
+    invalid!(op if results.len() < out.len(), "{} tensors for the {} results of {}", out.len(), results.len(), Excerpt(name));
+    for (result, out) in results.iter().zip(&out) {
+        let Some(out) = out else { continue };
+        mismatch!(op if out.shape() != result.shape(), out, result, "the tensor written to has the shape of the result");
+        invalid!(op if !can_cast(result.dtype(), out.dtype()), "{} gives {}, which is not written into {}",
+            Excerpt(name), result.dtype(), out.dtype());
+        out.copy_(result)?;
+    }
+    Ok(())
+}
+
 /// [`call`] with parameters by name, as Python has them: leading tensors by position, then whatever else there is to say, tensors
 /// too. What is left out has its default.
 ///
@@ -211,7 +260,8 @@ pub fn call_named(name: &str, tensors: &[&Tensor], named: &[(&str, Value)]) -> R
     let _caller = Caller::enter();
     match find(name) {
         Some(operation) => {
-            let (tensors, arguments) = operation.signature().by_position(tensors, named)?;
+            let tensors: Slots = tensors.iter().map(|&t| Some(t)).collect();
+            let (tensors, arguments) = operation.signature().by_position(&tensors, &[], named)?;
             operation.run(&tensors, &arguments)
         }
         None => {

@@ -29,11 +29,9 @@ impl Tensor {
         let _caller = Caller::enter();
         let (op, TensorOptions { dtype, device }) = ("from_bytes", options.into());
         let shape = shape.into().checked(op)?;
-        if shape.bytes(dtype.size()) != bytes.len() {
-            return Err(Error::invalid(op, format!("{} bytes are not those of shape {shape} in {dtype}", bytes.len())));
-        }
+        check_bytes(op, bytes, &shape, dtype)?;
         let storage = Storage::alloc(device, bytes.len())?;
-        write_piece(op, &storage, 0, bytes, dtype)?;
+        storage.write(0, bytes)?;
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
@@ -76,6 +74,25 @@ impl Tensor {
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
+    /// The bytes of the elements into `out`, which has just their size. Waits for the device.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::from_slice(&[1u8, 2, 3, 4], [2, 2], Device::Cpu)?;
+    /// let mut bytes = [0; 4];
+    /// x.t()?.read_bytes(&mut bytes)?;
+    /// assert_eq!(bytes, [1, 3, 2, 4]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for another number of bytes; [`Error::OutOfMemory`] and device failures.
+    pub fn read_bytes(&self, out: &mut [u8]) -> Result<()> {
+        check_length("read_bytes", out.len(), self.shape(), self.dtype)?;
+        let source = self.detach().contiguous()?;
+        source.storage.read(source.layout.offset * self.dtype.size(), out)
+    }
+
     /// Writes the elements to `to` (NumPy's `tofile`). Waits for the device.
     ///
     /// ```
@@ -104,10 +121,27 @@ impl Tensor {
 
 /// Bytes of elements into a storage, unless they are none of this dtype.
 fn write_piece(op: &'static str, storage: &Storage, at: usize, bytes: &[u8], dtype: DType) -> Result<()> {
-    if dtype == DType::Bool
-        && let Some(byte) = bytes.iter().find(|b| **b > 1)
-    {
-        return Err(Error::invalid(op, format!("a bool is neither 0 nor 1 but {byte}")));
-    }
+    check_bools(op, bytes, dtype)?;
     storage.write(at, bytes)
+}
+
+/// An error where these are not the bytes of elements of this shape and dtype.
+pub(crate) fn check_bytes(op: &'static str, bytes: &[u8], shape: &Shape, dtype: DType) -> Result<()> {
+    check_length(op, bytes.len(), shape, dtype)?;
+    check_bools(op, bytes, dtype)
+}
+
+fn check_length(op: &'static str, given: usize, shape: &Shape, dtype: DType) -> Result<()> {
+    let wanted = shape.bytes(dtype.size());
+    if wanted == given {
+        return Ok(());
+    }
+    Err(Error::invalid(op, format!("{given} bytes are not those of shape {shape} in {dtype}, which takes {wanted}")))
+}
+
+fn check_bools(op: &'static str, bytes: &[u8], dtype: DType) -> Result<()> {
+    match bytes.iter().find(|b| dtype == DType::Bool && **b > 1) {
+        Some(byte) => Err(Error::invalid(op, format!("a bool is neither 0 nor 1 but {byte}"))),
+        None => Ok(()),
+    }
 }

@@ -67,12 +67,6 @@ impl Tensor {
         }
     }
 
-    /// The bytes of the elements in row-major order into `out`, which has just their size.
-    pub(super) fn read_bytes(&self, out: &mut [u8]) -> Result<()> {
-        let source = self.detach().contiguous()?;
-        source.storage.read(source.layout.offset * self.dtype.size(), out)
-    }
-
     /// This tensor on `device`: itself where it is there already, otherwise a contiguous copy of exactly its elements
     /// (PyTorch's `to`). Differentiable: the gradient goes back.
     ///

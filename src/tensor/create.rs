@@ -4,6 +4,7 @@ use ndarray::{Array, ArrayBase, Data, Dimension};
 
 use super::Layout;
 use super::options::TensorOptions;
+use super::window::strided_layout;
 use crate::storage::{Caller, HostElements, Storage};
 use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 
@@ -170,16 +171,41 @@ impl Tensor {
         let refused = match () {
             () if dtype == DType::Bool => Some("not every byte is a bool: take u8, and ne_scalar(0) of that".into()),
             () if wanted > has => Some(format!("{shape:?} of {dtype} takes {wanted} bytes, and the storage has {has}")),
-            () if !has.is_multiple_of(dtype.size()) => Some(format!("{has} bytes are no whole number of {dtype}")),
-            () if !storage.is_aligned(dtype.size()) => {
-                Some(format!("the storage begins where no {dtype} can: copy it"))
-            }
             () => None,
         };
         if let Some(reason) = refused {
             return Err(Error::invalid("from_storage", reason));
         }
+        check_storage("from_storage", &storage, dtype)?;
         // Other tensors on the storage keep their place in the graph to themselves.
+        Ok(Tensor::new(storage, layout, dtype).detach())
+    }
+
+    /// A tensor over a storage by shape, strides and offset, all in elements of `dtype`, which shares them with the storage's
+    /// other tensors (PyTorch's `set_(storage, storage_offset, size, stride)`). Strides may be zero or negative. Of bool each byte has
+    /// to be 0 or 1: reading another to the host is an error.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let x = Tensor::arange(0, 6, 1, Device::Cpu)?;
+    /// let columns = Tensor::from_storage_strided(x.storage().clone(), [2, 2], &[1, -2], 4, DType::F32)?;
+    /// assert_eq!(columns.to_vec::<f32>()?, [4.0, 2.0, 5.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for elements that lie outside the storage, another number of strides than of sizes, and a storage that is
+    /// no whole number of elements or begins at an address that they cannot have (as a vector of bytes may).
+    pub fn from_storage_strided(
+        storage: Storage,
+        shape: impl Into<Shape>,
+        strides: &[isize],
+        offset: usize,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        let op = "from_storage_strided";
+        check_storage(op, &storage, dtype)?;
+        let layout = strided_layout(op, shape.into(), strides, offset, storage.nbytes() / dtype.size())?;
         Ok(Tensor::new(storage, layout, dtype).detach())
     }
 }
@@ -285,6 +311,17 @@ impl Tensor {
             None => Tensor::from_vec(array.iter().copied().collect(), array.shape(), device),
         }
     }
+}
+
+/// An error where not all bytes of a storage are elements of this dtype: kernels of the CPU see it as a whole.
+pub(super) fn check_storage(op: &'static str, storage: &Storage, dtype: DType) -> Result<()> {
+    let has = storage.nbytes();
+    let reason = match () {
+        () if !has.is_multiple_of(dtype.size()) => format!("{has} bytes are no whole number of {dtype}"),
+        () if !storage.is_aligned(dtype.size()) => format!("the storage begins where no {dtype} can: copy it"),
+        () => return Ok(()),
+    };
+    Err(Error::invalid(op, reason))
 }
 
 fn fits(op: &'static str, given: usize, shape: Shape) -> Result<Shape> {

@@ -9,7 +9,7 @@
 //! differently, `convert` moves them between devices and to ndarray, `bytes` to and from streams, `host` shows them to the host
 //! without a lock, `display` prints them.
 
-mod bytes;
+pub(crate) mod bytes;
 mod convert;
 mod create;
 mod display;

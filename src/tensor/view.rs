@@ -5,6 +5,7 @@
 
 use smallvec::SmallVec;
 
+use super::create::check_storage;
 use super::{Layout, Shape};
 use crate::autograd::{record_unary_twice, record_view};
 use crate::layout::shape::{Dims, NewShape};
@@ -50,8 +51,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the last dimension is not contiguous or its bytes, an offset or a stride are no whole elements;
-    /// for bools from anything else, since not every byte is one.
+    /// [`Error::Invalid`] where the last dimension is not contiguous or its bytes, an offset, a stride or the storage are no whole
+    /// elements; for bools from anything else, since not every byte is one.
     pub fn view_dtype(&self, dtype: DType) -> Result<Tensor> {
         let (op, from, to) = ("view_dtype", self.dtype.size(), dtype.size());
         let mut view = self.detach();
@@ -62,6 +63,7 @@ impl Tensor {
         if from == to {
             return Ok(view);
         }
+        check_storage(op, &self.storage, dtype)?;
         let scaled = |elements: usize| (elements * from).is_multiple_of(to).then_some(elements * from / to);
         let Some(last) = self.rank().checked_sub(1).filter(|&last| self.strides()[last] == 1) else {
             let reason =

@@ -81,28 +81,8 @@ impl Tensor {
         storage_offset: impl Into<Option<usize>>,
     ) -> Result<Tensor> {
         let op = "as_strided";
-        let shape = size.into().checked(op)?;
         let offset = storage_offset.into().unwrap_or(self.layout.offset);
-        if stride.len() != shape.rank() {
-            let reason =
-                format!("shape {shape} has {} dimensions, and {} strides are given", shape.rank(), stride.len());
-            return Err(Error::invalid(op, reason));
-        }
-        let there = self.storage.nbytes() / self.dtype.size();
-        let (mut low, mut high) = (offset as i128, offset as i128);
-        for (&d, &s) in shape.dims().iter().zip(stride) {
-            let reach = (d as i128 - 1) * s as i128;
-            if reach < 0 { low += reach } else { high += reach }
-        }
-        // Strides of what is empty reach nothing, and are computed with all the same.
-        let computable = offset <= there && stride.iter().all(|s| s.unsigned_abs() <= LONGEST);
-        if !computable || shape.numel() > 0 && (low < 0 || high >= there as i128) {
-            let reason = format!(
-                "shape {shape}, strides {stride:?} and offset {offset} reach elements {low} to {high} of a storage of {there}"
-            );
-            return Err(Error::invalid(op, reason));
-        }
-        let layout = Layout { shape, strides: stride.iter().copied().collect(), offset };
+        let layout = strided_layout(op, size.into(), stride, offset, self.storage.nbytes() / self.dtype.size())?;
         let old = self.layout.clone();
         if is_tracked(&[self]) && old.may_alias_itself() {
             let reason = "the tensor repeats elements (an expanded view), so their gradients have no single place: \
@@ -111,6 +91,35 @@ impl Tensor {
         }
         Ok(record_view(op, layout.clone(), self, strided_back(old, layout)))
     }
+}
+
+/// The layout of these sizes, strides and offset, where all of its elements are among the `there` elements of a storage.
+pub(super) fn strided_layout(
+    op: &'static str,
+    shape: Shape,
+    stride: &[isize],
+    offset: usize,
+    there: usize,
+) -> Result<Layout> {
+    let shape = shape.checked(op)?;
+    if stride.len() != shape.rank() {
+        let reason = format!("shape {shape} has {} dimensions, and {} strides are given", shape.rank(), stride.len());
+        return Err(Error::invalid(op, reason));
+    }
+    let (mut low, mut high) = (offset as i128, offset as i128);
+    for (&d, &s) in shape.dims().iter().zip(stride) {
+        let reach = (d as i128 - 1) * s as i128;
+        if reach < 0 { low += reach } else { high += reach }
+    }
+    // Strides of what is empty reach nothing, and are computed with all the same.
+    let computable = offset <= there && stride.iter().all(|s| s.unsigned_abs() <= LONGEST);
+    if !computable || shape.numel() > 0 && (low < 0 || high >= there as i128) {
+        let reason = format!(
+            "shape {shape}, strides {stride:?} and offset {offset} reach elements {low} to {high} of a storage of {there}"
+        );
+        return Err(Error::invalid(op, reason));
+    }
+    Ok(Layout { shape, strides: stride.iter().copied().collect(), offset })
 }
 
 /// How a gradient of a view `new` becomes that of what has the layout `old` in the same storage.

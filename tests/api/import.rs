@@ -115,3 +115,42 @@ fn addresses_and_sizes_are_checked() {
         assert_eq!(Tensor::from_storage(ten.storage().clone(), 4, DType::F16).unwrap().shape().numel(), 4);
     }
 }
+
+#[test]
+fn storages_are_seen_by_any_strides_that_stay_inside() {
+    for device in devices() {
+        let x = Tensor::arange(0, 6, 1, device).unwrap();
+        let view = |shape: &[usize], strides: &[isize], offset, dtype| {
+            Tensor::from_storage_strided(x.storage().clone(), shape, strides, offset, dtype)
+        };
+        let columns = view(&[3, 2], &[-1, 3], 2, DType::F32).unwrap();
+        assert_eq!(vec(&columns), [2.0, 5.0, 1.0, 4.0, 0.0, 3.0]);
+        columns.mul_scalar_(10).unwrap();
+        assert_eq!(vec(&x), [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]);
+        assert_eq!(vec(&view(&[4], &[0], 5, DType::F32).unwrap()), [50.0; 4]);
+        let flags = view(&[24], &[1], 0, DType::Bool).unwrap();
+        assert!(flags.to_vec::<bool>().unwrap_err().to_string().contains("no bool"));
+        flags.fill_(true).unwrap();
+        assert_eq!(flags.to_vec::<bool>().unwrap(), [true; 24]);
+        for (shape, strides, offset, part) in [
+            (&[7usize][..], &[1isize][..], 0, "a storage of 6"),
+            (&[2], &[-1], 0, "reach elements -1 to 0"),
+            (&[2, 2], &[1], 0, "has 2 dimensions, and 1 strides are given"),
+            (&[usize::MAX, 2], &[0, 0], 0, "from_storage_strided"),
+            (&[2], &[isize::MIN], 5, "a storage of 6"),
+        ] {
+            let message = view(shape, strides, offset, DType::F32).unwrap_err().to_string();
+            assert!(message.starts_with("from_storage_strided") && message.contains(part), "{message}");
+        }
+        // A byte more than whole elements, also of a view.
+        let bytes = Tensor::zeros(21, (DType::U8, device)).unwrap();
+        let floats = Tensor::from_storage_strided(bytes.storage().clone(), 5, &[1], 0, DType::F32);
+        for refused in [floats, bytes.narrow(0, 0, 20).unwrap().view_dtype(DType::F32)] {
+            assert!(refused.unwrap_err().to_string().contains("21 bytes are no whole number of f32"));
+        }
+        // Outside the graph, as other tensors on the storage are.
+        let leaf = x.requires_grad_(true).unwrap();
+        let other = Tensor::from_storage_strided(leaf.storage().clone(), 2, &[1], 0, DType::F32).unwrap();
+        assert!(!other.requires_grad());
+    }
+}

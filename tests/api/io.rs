@@ -8,7 +8,7 @@ use claystone::storage::MappedFile;
 use claystone::{DType, Device, Error, Result, Tensor, io};
 use tempfile::TempDir;
 
-use crate::common::{each_device, f64s};
+use crate::common::{devices, each_device, f64s};
 
 struct Folder(TempDir);
 
@@ -217,4 +217,32 @@ fn bytes_of_tensors_come_back() {
         let no_bool = Tensor::from_bytes(&[1, 2], 2, (DType::Bool, device));
         assert!(matches!(no_bool, Err(Error::Invalid { op: "from_bytes", .. })));
     });
+}
+
+#[test]
+fn bytes_go_into_tensors_that_are_there() {
+    for device in devices() {
+        let x = Tensor::zeros([2, 3], (DType::I32, device)).unwrap();
+        let bytes: Vec<u8> = (1..7i32).flat_map(i32::to_ne_bytes).collect();
+        let mut back = vec![0; 24];
+        let before = x.storage().version();
+        x.t().unwrap().write_bytes_(&bytes).unwrap();
+        assert!(x.storage().version() > before, "autograd sees it");
+        assert_eq!(x.to_vec::<i32>().unwrap(), [1, 3, 5, 2, 4, 6]);
+        x.narrow(0, 1, 1).unwrap().write_bytes_(&bytes[..12]).unwrap();
+        x.t().unwrap().read_bytes(&mut back).unwrap();
+        let seen: Vec<i32> = back.chunks(4).map(|b| i32::from_ne_bytes(b.try_into().unwrap())).collect();
+        assert_eq!(seen, [1, 1, 3, 2, 5, 3]);
+        for (result, op) in
+            [(x.write_bytes_(&bytes[1..]).map(drop), "write_bytes_"), (x.read_bytes(&mut back[1..]), "read_bytes")]
+        {
+            let message = result.unwrap_err().to_string();
+            assert_eq!(message, format!("{op}: 23 bytes are not those of shape [2, 3] in i32, which takes 24"));
+        }
+        assert!(x.narrow(0, 0, 1).unwrap().expand([2, 3]).unwrap().write_bytes_(&bytes).is_err());
+        let flags = Tensor::zeros(2, (DType::Bool, device)).unwrap();
+        assert!(flags.write_bytes_(&[1, 2]).unwrap_err().to_string().contains("neither 0 nor 1 but 2"));
+        let leaf = Tensor::zeros(1, device).unwrap().requires_grad_(true).unwrap();
+        assert!(matches!(leaf.write_bytes_(&[0; 4]), Err(Error::Autograd { op: "write_bytes_", .. })));
+    }
 }

@@ -4,7 +4,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use claystone::device::StreamId;
+use claystone::device::{StreamId, set_stream};
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, Error, Stream, Tensor, storage, with_stream};
@@ -335,5 +335,31 @@ fn networks_on_several_streams_need_little_more_memory() {
             }
         }
         assert!(reserved() <= 2 << 20, "{} bytes are still reserved", reserved());
+    });
+}
+
+#[test]
+fn a_stream_that_is_set_stays_until_its_scope_ends() {
+    each_device(|d| {
+        let [a, b, c] = std::array::from_fn(|_| Stream::new(d).unwrap());
+        let current = || Stream::current(d).unwrap();
+        let main = current();
+        set_stream(&a);
+        with_stream(&b, || {
+            assert_eq!(current(), b);
+            set_stream(&c);
+            assert_eq!(current(), c);
+        });
+        assert_eq!(current(), a, "what was set in a scope ended with it");
+        let elsewhere = Stream::new(Device::Cpu).unwrap();
+        with_stream(&elsewhere, || set_stream(&b));
+        assert_eq!(current(), if d == Device::Cpu { a } else { b }, "a scope of another device does not matter");
+        let others = std::thread::scope(|scope| scope.spawn(current).join().unwrap());
+        assert_eq!(others, Stream::default_stream(d).unwrap());
+        let x = Tensor::ones(1000, d).unwrap().mul_scalar(3).unwrap(); // is made on the stream that was set
+        set_stream(&main);
+        assert_eq!(current(), main);
+        d.synchronize().unwrap();
+        assert_eq!(vec(&x), [3.0; 1000]);
     });
 }

@@ -5,7 +5,7 @@ use claystone::ops::{self, Argument, Attention, Kind, Operation, ParameterKind, 
 use claystone::{AvgPoolOptions, BatchNormOptions, ConvOptions, CrossEntropy, DType, Device, Tensor};
 
 use crate::bad_input::rows;
-use crate::common::f64s;
+use crate::common::{each_device, f64s};
 
 /// The most tensors, `None` where it is any number.
 fn most_tensors(op: &Operation) -> Option<usize> {
@@ -104,6 +104,81 @@ fn parameters_by_their_names_are_those_by_position() {
         }
     }
     assert!(answered > cases.len() * 9 / 10, "{answered} of {} calls are answered", cases.len());
+}
+
+/// Into tensors whose elements lie in another order, and of which each dimension has gaps.
+#[test]
+fn every_result_can_be_written_into_a_tensor_that_is_there() {
+    for (k, case) in crate::all_cases().into_iter().chain(rows()).enumerate() {
+        let op = case.op;
+        let run = |out: Option<&[Option<&Tensor>]>| {
+            let (tensors, arguments) = case.parts(k, Device::Cpu).unwrap();
+            let slots = case.slots(&tensors);
+            ops::with_generator(&ops::Generator::new(7), || match out {
+                Some(out) => ops::call_into(op.name, &slots, &arguments, out).map(|()| Vec::new()),
+                None => ops::call(op.name, &slots, &arguments),
+            })
+        };
+        let Ok(wanted) = run(None) else { continue };
+        let place = |t: &Tensor| {
+            let sizes: Vec<usize> = t.shape().dims().iter().rev().map(|n| 2 * n + 1).collect();
+            let order: Vec<isize> = (0..t.rank() as isize).rev().collect();
+            let whole = Tensor::zeros(&sizes, t).unwrap().permute(&order).unwrap();
+            (0..t.rank()).fold(whole, |view, d| view.slice(d as isize, 1, None, 2).unwrap())
+        };
+        let places: Vec<Tensor> = wanted.iter().map(place).collect();
+        let out: Vec<Option<&Tensor>> = places.iter().map(Some).collect();
+        run(Some(&out)).unwrap_or_else(|e| panic!("{}: {e}", op.signature()));
+        for (a, b) in wanted.iter().zip(&places) {
+            let same = op.name.starts_with("empty") || f64s(a).mapv(f64::to_bits) == f64s(b).mapv(f64::to_bits);
+            assert!(same, "{}: {a} is written as {b}", op.signature());
+        }
+        // The last one alone.
+        let mut last = vec![None; places.len() - 1];
+        last.push(places.last());
+        run(Some(&last)).unwrap_or_else(|e| panic!("{}: {e}", op.signature()));
+    }
+}
+
+#[test]
+fn what_is_written_into_has_the_shape_and_is_converted_as_it_can_be() {
+    each_device(|d| {
+        let of = |values: &[f32]| Tensor::from_slice(values, values.len(), d).unwrap();
+        let (x, y) = (of(&[1.0, 2.0, 3.0]), of(&[10.0, 20.0, 30.0]));
+        let into = |name: &str, tensors: &[&Tensor], out: &[&Tensor]| ops::call_into(name, tensors, &[], out);
+        // Where it overlaps an operand.
+        let line = of(&[1.0, 2.0, 3.0, 4.0]);
+        into("add", &[&line.narrow(0, 0, 3).unwrap(), &y], &[&line.narrow(0, 1, 3).unwrap()]).unwrap();
+        assert_eq!(f64s(&line).as_slice().unwrap(), [1.0, 11.0, 22.0, 33.0]);
+        // Converted, also where computing in the wider dtype would give something else.
+        let wide = Tensor::zeros(3, (DType::F64, d)).unwrap();
+        into("div", &[&x, &y], &[&wide]).unwrap();
+        assert_eq!(f64s(&wide)[0], f64::from(1.0f32 / 10.0));
+        let flags = Tensor::zeros(3, (DType::F32, d)).unwrap();
+        into("lt", &[&x, &of(&[2.0])], &[&flags]).unwrap();
+        assert_eq!(f64s(&flags).as_slice().unwrap(), [1.0, 0.0, 0.0]);
+        let refused = |result: claystone::Result<()>, part: &str| {
+            let message = result.unwrap_err().to_string();
+            assert!(message.contains(part), "{message}");
+        };
+        let whole = Tensor::zeros(3, (DType::I64, d)).unwrap();
+        refused(into("add", &[&x, &y], &[&whole]), "add gives f32, which is not written into i64");
+        refused(into("add", &[&x, &y], &[&line]), "shapes [4] and [3]");
+        refused(into("add", &[&x, &y], &[&of(&[0.0])]), "shapes [1] and [3]");
+        refused(into("matmul", &[&x, &y], &[&line]), "shapes [4] and []");
+        refused(into("add", &[&x, &y], &[&wide, &wide]), "2 tensors for the 1 results of add");
+        refused(into("add", &[&x], &[&x]), "other, a tensor, is missing");
+        let leaf = of(&[0.0; 3]).requires_grad_(true).unwrap();
+        refused(into("add", &[&x, &y], &[&leaf]), "wrap it in no_grad");
+        refused(into("add", &[&leaf, &y], &[&x]), "wrap it in no_grad");
+        claystone::no_grad(|| into("add", &[&leaf, &y], &[&x])).unwrap();
+        assert_eq!(f64s(&x).as_slice().unwrap(), [10.0, 20.0, 30.0]);
+        // What a user registered is what is written.
+        let forward = move |_: &[&Tensor], _: &[Argument]| Ok(vec![Tensor::full(3, 7.0, d)?]);
+        let _kept = ops::register("my_sevens", d.into(), ops::Implementation::new(forward)).unwrap();
+        into("my_sevens", &[&x, &y], &[&x]).unwrap();
+        assert_eq!(f64s(&x).as_slice().unwrap(), [7.0; 3]);
+    });
 }
 
 #[test]

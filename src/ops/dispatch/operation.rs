@@ -202,6 +202,14 @@ impl Operation {
             }
         }
     }
+
+    /// [`run`](Self::run) into a tensor that is there; false where that is not possible without a copy, and nothing was done.
+    pub(crate) fn run_into(&self, tensors: &[Option<&Tensor>], arguments: &[Argument], out: &Tensor) -> Result<bool> {
+        let Call::Row(row) = self.call else { return Ok(false) };
+        let (tensors, arguments) = self.signature().complete(tensors, arguments)?;
+        let args = Args::new(self.signature(), &tensors, &arguments);
+        row.apply_into(&args.xs(), &args.scalars()?, out)
+    }
 }
 
 /// Makes a family's part of the catalogue, `operations()`. A row is a method of `Tensor`, and its in-place form where it has one:

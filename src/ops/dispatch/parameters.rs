@@ -175,16 +175,30 @@ impl<'a> Signature<'a> {
         Ok((slots, arguments))
     }
 
-    /// Tensors and arguments by position of a call with leading `tensors` and `named` parameters.
-    pub(crate) fn by_position<'t>(
+    /// Tensors and arguments by position, as [`call`](crate::ops::call) takes them, of a call that
+    /// names the others.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, ops};
+    /// let (x, bias) = (Tensor::ones([2, 3], Device::Cpu)?, Tensor::zeros(3, Device::Cpu)?);
+    /// let signature = ops::signature("layer_norm").unwrap();
+    /// let (tensors, arguments) = signature.by_position(&[Some(&x)], &[3.into()], &[("bias", (&bias).into())])?;
+    /// assert!(tensors[1].is_none() && tensors[2].is_some());
+    /// ops::call("layer_norm", &tensors, &arguments)?;
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a name that the operation does not have, for one that is given twice, and for a value of another kind.
+    pub fn by_position<'t>(
         self,
-        tensors: &[&'t Tensor],
+        tensors: &[Option<&'t Tensor>],
+        arguments: &[Argument],
         named: &[(&str, Value<'t>)],
-    ) -> Result<(Slots<'t>, Vec<Argument>)> {
-        let single = self.single_tensors();
-        let mut slots: Slots = tensors.iter().map(|&t| Some(t)).collect();
-        slots.resize(slots.len().max(single), None);
-        let mut arguments = vec![Argument::None; self.arguments().count()];
+    ) -> Result<(Vec<Option<&'t Tensor>>, Vec<Argument>)> {
+        let (mut slots, mut by_position) = (tensors.to_vec(), arguments.to_vec());
+        slots.resize(slots.len().max(self.single_tensors()), None);
+        by_position.resize(arguments.len().max(self.arguments().count()), Argument::None);
         for (k, (name, value)) in named.iter().enumerate() {
             let same = |p: &Parameter| p.name == *name;
             let Some(parameter) = self.parameters.iter().find(|p| same(p)) else {
@@ -192,19 +206,20 @@ impl<'a> Signature<'a> {
             };
             let i = if parameter.is_tensor() { self.tensors().position(same) } else { self.arguments().position(same) };
             let i = i.unwrap_or_default();
-            if named[..k].iter().any(|(other, _)| other == name) || (parameter.is_tensor() && tensors.len() > i) {
+            let given = if parameter.is_tensor() { tensors.len() } else { arguments.len() };
+            if named[..k].iter().any(|(other, _)| other == name) || given > i {
                 return Err(self.misfit(format_args!("{name} is given twice")));
             }
             match (parameter.kind, value) {
                 (_, Value::Argument(Argument::None)) => {}
                 (ParameterKind::Tensor, Value::Tensor(t)) => slots[i] = Some(t),
                 (ParameterKind::Tensors, Value::Tensors(list)) => slots.extend(list.iter().map(|&t| Some(t))),
-                (_, Value::Argument(argument)) if !parameter.is_tensor() => arguments[i] = argument.clone(),
+                (_, Value::Argument(argument)) if !parameter.is_tensor() => by_position[i] = argument.clone(),
                 (kind, value) => {
                     return Err(self.misfit(format_args!("{name} is {value} and should be {}", kind.wanted())));
                 }
             }
         }
-        Ok((slots, arguments))
+        Ok((slots, by_position))
     }
 }

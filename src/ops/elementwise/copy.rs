@@ -8,6 +8,7 @@ use crate::backend::problem::map::Params;
 use crate::device::capture::is_capturing;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
+use crate::tensor::bytes::check_bytes;
 use crate::{DType, Expr, Result, Scalar, Tensor, backend};
 
 /// `x`, and a scalar: made once, since making one asks the heap.
@@ -156,6 +157,34 @@ impl Tensor {
         // Between devices in pieces, of which some may be there.
         let across = self.device() != src.device();
         copied.map_err(|e| if across || matches!(e, Error::Partial { .. }) { e.in_part(op) } else { e })
+    }
+
+    /// Sets the elements, in row-major order, to those that are given as bytes in the byte order of the host, which may be reused
+    /// when it returns: the opposite of [`Tensor::read_bytes`]. In place.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::zeros([2, 2], (claystone::DType::U8, Device::Cpu))?;
+    /// x.t()?.write_bytes_(&[1, 2, 3, 4])?;
+    /// assert_eq!(x.to_vec::<u8>()?, [1, 3, 2, 4]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] for another number of bytes, for bools other than 0 and 1, and into an expanded view; otherwise as
+    /// [`Tensor::fill_`]; [`crate::Error::Partial`] where the device fails midway.
+    pub fn write_bytes_(&self, bytes: &[u8]) -> Result<&Tensor> {
+        let op = "write_bytes_";
+        check_bytes(op, bytes, self.shape(), self.dtype)?;
+        let change = autograd::in_place(op, self, &[])?;
+        if self.is_contiguous() {
+            let at = self.layout.offset * self.dtype.size();
+            backend::launch([self], |_| self.storage.write(at, bytes)).map_err(|e| e.in_part(op))?;
+        } else {
+            self.copy_elements(op, &Tensor::from_bytes(bytes, self.shape(), self)?)?;
+        }
+        change.into_iter().for_each(InPlace::overwritten);
+        Ok(self)
     }
 
     /// Sets every element to `value`, converted to the dtype. In place.

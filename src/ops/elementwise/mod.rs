@@ -163,6 +163,19 @@ impl Row {
         apply_row_(self, inputs, scalars)
     }
 
+    /// [`Row::apply`] into `out`, outside the graph; false where that takes a copy: the result has another shape or dtype.
+    pub(crate) fn apply_into(&'static self, inputs: &[&Tensor], scalars: &[Scalar], out: &Tensor) -> Result<bool> {
+        self.check_counts(inputs, scalars)?;
+        let common = common_dtype(self, inputs, scalars)?;
+        let dtype = if self.output == Output::Bool { DType::Bool } else { common };
+        let device = same_device(self.name, inputs)?;
+        let fits = (dtype, device) == (out.dtype, out.device()) && broadcast_shape(self.name, inputs)? == *out.shape();
+        if !fits || autocast_dtype().is_some() {
+            return Ok(false);
+        }
+        apply_row_into(self, inputs, scalars, common, out).map(|()| true)
+    }
+
     /// The row that computes this one of these arguments in fewer instructions, and its arguments: powers that are products and
     /// roots, as PyTorch's `pow` has them (of -0 and -inf the signs and NaN are those of `sqrt` then).
     fn specialised<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> (&'static Row, &'a [Scalar]) {
@@ -261,6 +274,18 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
     if let Some(change) = autograd::in_place(row.name, target, others)? {
         return apply_row_recorded(row, change, inputs, scalars, common);
     }
+    apply_row_into(row, inputs, scalars, common, target)
+}
+
+/// The result of a row into `target`, outside the graph.
+#[inline]
+fn apply_row_into(
+    row: &'static Row,
+    inputs: &[&Tensor],
+    scalars: &[Scalar],
+    common: DType,
+    target: &Tensor,
+) -> Result<()> {
     let arguments = || scalars.iter().map(|&s| s.into()).collect();
     if let Some(out) = replacement(row.name, inputs, arguments)? {
         return target.copy_(&out[0]).map(|_| ());

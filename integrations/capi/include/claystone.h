@@ -1,0 +1,428 @@
+/* The C API of claystone. Made of integrations/capi/src by cbindgen: change that, and run
+ * UPDATE_HEADER=1 cargo test -p claystone-capi --test header
+ *
+ * Statuses. A function that can fail returns a ClaystoneStatus; where it is not CLAYSTONE_STATUS_OK, nothing was written to
+ * what its last parameters point to, and claystone_last_error() is a sentence that says what is wrong.
+ *
+ * Ownership. A handle that a function gives (through a `T **`) is the caller's, who gives it back to the `_release` function of
+ * its type, once. A handle that is given to a function is borrowed for the call; what is made of it keeps what it needs: a
+ * tensor keeps its storage. The same holds for arrays and texts. `const` handles are borrowed, too: tensors are changed
+ * through them, as claystone's methods do.
+ *
+ * Threads. Handles may be used by any thread, by several at a time. Not so while one of them releases its last handle.
+ *
+ * Asynchrony. Work on an OpenCL device is enqueued on the thread's current stream of that device. What a kernel finds wrong
+ * is the error of a later call that waits.
+ */
+
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// The number of the CPU device, which is always there. OpenCL devices have the numbers from 0 on.
+#define CLAYSTONE_CPU -1
+
+// How a call ended.
+typedef enum {
+    // As it should.
+    CLAYSTONE_STATUS_OK = 0,
+    // An argument makes no sense: shapes, dtypes, devices, names, tags, null.
+    CLAYSTONE_STATUS_INVALID = 1,
+    // A dimension or an index is out of range.
+    CLAYSTONE_STATUS_INDEX = 2,
+    // The device, after giving back everything cached, has no room.
+    CLAYSTONE_STATUS_OUT_OF_MEMORY = 3,
+    // The device is not there.
+    CLAYSTONE_STATUS_NO_DEVICE = 4,
+    // A call of the OpenCL driver failed, or a kernel does not compile.
+    CLAYSTONE_STATUS_DRIVER = 5,
+    // The device has faulted; nothing can run on it in this process any more.
+    CLAYSTONE_STATUS_DEVICE_LOST = 6,
+    // An operation in place was done in part: what it writes to has to be set anew.
+    CLAYSTONE_STATUS_PARTIAL = 7,
+    // A gradient cannot be computed.
+    CLAYSTONE_STATUS_AUTOGRAD = 8,
+    // claystone panicked: a bug. What the call was to write to may hold anything.
+    CLAYSTONE_STATUS_PANIC = 9,
+    // Something else.
+    CLAYSTONE_STATUS_FAILED = 10,
+} ClaystoneStatus;
+
+// The element types. The numbers stay what they are.
+typedef enum {
+    // 32-bit IEEE float.
+    CLAYSTONE_DTYPE_F32 = 0,
+    // 16-bit IEEE float.
+    CLAYSTONE_DTYPE_F16 = 1,
+    // The upper 16 bits of an F32.
+    CLAYSTONE_DTYPE_BF16 = 2,
+    // 64-bit IEEE float.
+    CLAYSTONE_DTYPE_F64 = 3,
+    // 64-bit signed integer.
+    CLAYSTONE_DTYPE_I64 = 4,
+    // 32-bit signed integer.
+    CLAYSTONE_DTYPE_I32 = 5,
+    // 8-bit unsigned integer.
+    CLAYSTONE_DTYPE_U8 = 6,
+    // 32-bit unsigned integer.
+    CLAYSTONE_DTYPE_U32 = 7,
+    // One byte, 0 or 1.
+    CLAYSTONE_DTYPE_BOOL = 8,
+} ClaystoneDtype;
+
+// What an argument is, and so which member of its value is read.
+typedef enum {
+    // An argument that is left out: its default. A tensor that is left out is a null TENSOR.
+    CLAYSTONE_TAG_NONE = 0,
+    // `integer`: false where it is 0.
+    CLAYSTONE_TAG_BOOL = 1,
+    // `integer`.
+    CLAYSTONE_TAG_INT = 2,
+    // `number`.
+    CLAYSTONE_TAG_FLOAT = 3,
+    // `integers`, of `length` entries.
+    CLAYSTONE_TAG_INTS = 4,
+    // `numbers`, of `length` entries.
+    CLAYSTONE_TAG_FLOATS = 5,
+    // `text`.
+    CLAYSTONE_TAG_TEXT = 6,
+    // `integer`: a ClaystoneDtype.
+    CLAYSTONE_TAG_DTYPE = 7,
+    // `integer`: the number of a device.
+    CLAYSTONE_TAG_DEVICE = 8,
+    // `tensor`, or null.
+    CLAYSTONE_TAG_TENSOR = 9,
+    // `tensors`, of `length` entries, none of them null.
+    CLAYSTONE_TAG_TENSORS = 10,
+    // `generator`, for operations that draw random numbers: no parameter of theirs, and it has no name. Null is the process's.
+    CLAYSTONE_TAG_GENERATOR = 11,
+} ClaystoneTag;
+
+// The forms of a memory snapshot.
+typedef enum {
+    // A pickle for PyTorch's memory viewer.
+    CLAYSTONE_SNAPSHOT_FORMAT_PICKLE = 0,
+    // JSON.
+    CLAYSTONE_SNAPSHOT_FORMAT_JSON = 1,
+} ClaystoneSnapshotFormat;
+
+// A handle on a point in a stream's work. Events have no times.
+typedef struct ClaystoneEvent ClaystoneEvent;
+
+// A handle on a generator of random numbers: a seed and the number of draws made from it. One serves every device. Where a function
+// takes one, null is the process's own.
+typedef struct ClaystoneGenerator ClaystoneGenerator;
+
+// A handle on a run of bytes on one device. The bytes go back to the device's allocator when the last handle and the last tensor
+// on them are released.
+typedef struct ClaystoneStorage ClaystoneStorage;
+
+// A handle on a line of work of one device: what is submitted to it runs in order.
+typedef struct ClaystoneStream ClaystoneStream;
+
+// A handle on a tensor: elements of a storage by shape, strides and offset.
+typedef struct ClaystoneTensor ClaystoneTensor;
+
+// The value of an argument.
+typedef union {
+    // Of BOOL, INT, DTYPE, DEVICE.
+    int64_t integer;
+    // Of FLOAT.
+    double number;
+    // Of INTS.
+    const int64_t *integers;
+    // Of FLOATS.
+    const double *numbers;
+    // Of TEXT.
+    const char *text;
+    // Of TENSOR.
+    const ClaystoneTensor *tensor;
+    // Of TENSORS.
+    const ClaystoneTensor *const *tensors;
+    // Of GENERATOR.
+    const ClaystoneGenerator *generator;
+} ClaystoneValue;
+
+// An argument of a call.
+typedef struct {
+    // The parameter that it is for; null for the next one by position. Those with names come last.
+    const char *name;
+    // A ClaystoneTag.
+    int32_t tag;
+    // How many entries its value has, of INTS, FLOATS and TENSORS; otherwise it is not read.
+    size_t length;
+    // Its value, of which the tag says which member.
+    ClaystoneValue value;
+} ClaystoneArgument;
+
+// An operation and what it is called with.
+//
+// The parameters of an operation are those of its signature, which `claystone_operations` lists. Tensors are for its parameters that
+// are tensors, in their order, and other arguments for the others, in theirs: it makes no difference whether tensors are in
+// `tensors` or among `arguments`, where they may stand in the order of the signature. Those of `tensors` come first. What is left
+// out at the end has its default.
+typedef struct {
+    // The operation's name.
+    const char *name;
+    // Tensors by position; null for one that is left out.
+    const ClaystoneTensor *const *tensors;
+    // How many.
+    size_t tensor_count;
+    // Arguments, and tensors too.
+    const ClaystoneArgument *arguments;
+    // How many.
+    size_t argument_count;
+} ClaystoneCall;
+
+// Bytes that claystone made, which are the caller's: `claystone_bytes_free` frees them. One zero byte that is not counted follows them,
+// so that a text is a C string.
+typedef struct {
+    // The first byte.
+    uint8_t *data;
+    // How many there are.
+    size_t length;
+} ClaystoneBytes;
+
+// What a tensor is, but for its sizes and strides.
+typedef struct {
+    // The number of the device.
+    int32_t device;
+    // A ClaystoneDtype.
+    int32_t dtype;
+    // How many dimensions.
+    size_t rank;
+    // How many elements.
+    size_t numel;
+    // Elements of the storage before the first one.
+    size_t offset;
+} ClaystoneTensorInfo;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// Runs an operation.
+//
+// `results` has room for `capacity` handles, which are the caller's; results beyond that are dropped. `result_count` says how many
+// the operation gave, and may be null. A result may share its storage with an operand: that of a view does.
+ClaystoneStatus claystone_call(const ClaystoneCall *call,
+                               ClaystoneTensor **results,
+                               size_t capacity,
+                               size_t *result_count);
+
+// Runs an operation and writes its results into tensors that are there: those of `out`, of the results' shapes, converted to their
+// dtypes. Null is for a result that nobody wants. PyTorch's `out=`. Elementwise operations whose result has the dtype of the tensor
+// write it directly; of others the results are copied.
+ClaystoneStatus claystone_call_out(const ClaystoneCall *call,
+                                   const ClaystoneTensor *const *out,
+                                   size_t out_count);
+
+// The gradients of an operation: runs it once more, recorded, and goes back from the gradients of its results.
+//
+// `grad_outputs` has one gradient for each of the first results, of its shape, dtype and device; null for one that has none. `wanted` has
+// a flag for each tensor parameter of the operation, in the order of its signature (for each tensor of a list at its end): not 0
+// where its gradient is wanted. `gradients` has room for as many handles, which are the caller's: null where none was wanted or
+// none flows. No gradient shares a storage with what was given. An operation that draws random numbers draws them again: give it a
+// generator whose state is what it was before.
+ClaystoneStatus claystone_call_backward(const ClaystoneCall *call,
+                                        const ClaystoneTensor *const *grad_outputs,
+                                        size_t grad_output_count,
+                                        const uint8_t *wanted,
+                                        ClaystoneTensor **gradients,
+                                        size_t tensor_count);
+
+// The signatures of all operations, one a line, as `docs/operations.md` explains them: what `claystone_call` can be given. The text
+// is the caller's.
+ClaystoneStatus claystone_operations(ClaystoneBytes *signatures);
+
+// How many OpenCL devices there are: their numbers are 0 and above, as long as the process lives.
+ClaystoneStatus claystone_device_count(int32_t *count);
+
+// The name of a device: its model. The text is the caller's, to be given to `claystone_bytes_free`.
+ClaystoneStatus claystone_device_name(int32_t number, ClaystoneBytes *name);
+
+// The memory of a device in bytes; 0 where it could not be found out.
+ClaystoneStatus claystone_device_memory(int32_t number, uint64_t *bytes);
+
+// Whether a device is there and has not been lost to a fault. Opens nothing.
+ClaystoneStatus claystone_device_is_available(int32_t number, bool *available);
+
+// Waits until everything submitted to a device so far, on every stream, is done. Reports what kernels found wrong meanwhile.
+ClaystoneStatus claystone_device_synchronize(int32_t number);
+
+// Frees what a function made, and sets it to none, so that to free it again does nothing. Null is none.
+void claystone_bytes_free(ClaystoneBytes *bytes);
+
+// A device's memory statistics as a JSON object of whole numbers under the names of `torch.cuda.memory_stats`, such as
+// "allocated_bytes.all.current".
+ClaystoneStatus claystone_memory_stats(int32_t number, ClaystoneBytes *json);
+
+// Sets every peak of a device's statistics to the current value.
+ClaystoneStatus claystone_memory_reset_peak(int32_t number);
+
+// Sets the sums and counts of a device's statistics to zero.
+ClaystoneStatus claystone_memory_reset_accumulated(int32_t number);
+
+// Gives every segment of a device's memory that nothing uses back to the driver.
+ClaystoneStatus claystone_memory_empty_cache(int32_t number);
+
+// Lets the allocator of a device hold at most this part, 0 to 1, of its memory. What it holds already it keeps.
+ClaystoneStatus claystone_memory_set_fraction(int32_t number, double fraction);
+
+// Begins to record what a device's allocator does, of the `max_entries` latest events, with call stacks where `stacks` says so; with
+// `max_entries` 0 it ends, and what was recorded is forgotten.
+ClaystoneStatus claystone_memory_record_history(int32_t number,
+                                                size_t max_entries,
+                                                bool stacks);
+
+// What a device's allocator holds, block by block, and the recorded events, in a form of ClaystoneSnapshotFormat. The bytes are the
+// caller's.
+ClaystoneStatus claystone_memory_snapshot(int32_t number,
+                                          int32_t format,
+                                          ClaystoneBytes *snapshot);
+
+// Makes a generator of this seed. To have an operation draw from it, give it as an argument of the call.
+ClaystoneStatus claystone_generator_new(uint64_t seed, ClaystoneGenerator **generator);
+
+// Gives a handle on a generator back; null is none.
+void claystone_generator_release(ClaystoneGenerator *generator);
+
+// Sets the seed and the number of draws that a generator goes on from: 0 for a new start. PyTorch's `manual_seed` and `set_state`.
+ClaystoneStatus claystone_generator_set_state(const ClaystoneGenerator *generator_handle,
+                                              uint64_t seed,
+                                              uint64_t draws);
+
+// The seed of a generator and the number of draws made from it.
+ClaystoneStatus claystone_generator_state(const ClaystoneGenerator *generator_handle, uint64_t *seed, uint64_t *draws);
+
+// The sentence of the latest call of this thread that failed; empty where none did. It is claystone's: valid until the next
+// failing call of the thread, and nobody's to free. Successful calls leave it as it is.
+const char *claystone_last_error(void);
+
+// Makes a storage of `nbytes` bytes by the device's allocator, on the thread's current stream. What it holds is unspecified. The
+// handle is the caller's.
+ClaystoneStatus claystone_storage_new(int32_t device_number,
+                                      size_t nbytes,
+                                      ClaystoneStorage **storage);
+
+// Makes one more handle on a storage, which is the same pointer: it has to be released once more.
+ClaystoneStatus claystone_storage_retain(const ClaystoneStorage *storage);
+
+// Gives one handle on a storage back; null is none. To release a handle more often than it was given and retained is undefined
+// behaviour.
+void claystone_storage_release(ClaystoneStorage *storage);
+
+// How often the handle would have to be released. Tensors on the storage do not count.
+ClaystoneStatus claystone_storage_use_count(const ClaystoneStorage *storage, size_t *count);
+
+// The size in bytes, as asked for.
+ClaystoneStatus claystone_storage_nbytes(const ClaystoneStorage *storage, size_t *nbytes);
+
+// The number of the device that the bytes are on.
+ClaystoneStatus claystone_storage_device(const ClaystoneStorage *storage, int32_t *device_number);
+
+// Whether two handles are on the same bytes. Handles that were given at different times may be different pointers on one storage.
+ClaystoneStatus claystone_storage_is_same(const ClaystoneStorage *storage,
+                                          const ClaystoneStorage *other,
+                                          bool *same);
+
+// Announces that work on `stream`, not the one the storage was made on, uses its bytes: they are not given to others before what
+// was submitted to that stream until the release is done. PyTorch's `record_stream`.
+ClaystoneStatus claystone_storage_record_stream(const ClaystoneStorage *storage,
+                                                const ClaystoneStream *stream);
+
+// Makes a stream of its own. When its last handle is released, what was submitted still runs.
+ClaystoneStatus claystone_stream_new(int32_t device_number, ClaystoneStream **stream);
+
+// A handle on the stream every device has, which all threads use unless another one is set.
+ClaystoneStatus claystone_stream_default(int32_t device_number, ClaystoneStream **stream);
+
+// A handle on the stream that this thread's work on a device goes to.
+ClaystoneStatus claystone_stream_current(int32_t device_number, ClaystoneStream **stream);
+
+// Makes a stream the one that this thread's work on its device goes to from now on; the thread keeps it until another is set.
+ClaystoneStatus claystone_stream_set_current(const ClaystoneStream *stream);
+
+// Gives a handle on a stream back; null is none.
+void claystone_stream_release(ClaystoneStream *stream);
+
+// The number of a stream's device, and which of its streams it is: 0 is the default one. Numbers of streams that are gone are
+// given again. Either place may be null.
+ClaystoneStatus claystone_stream_id(const ClaystoneStream *stream,
+                                    int32_t *device_number,
+                                    int64_t *id);
+
+// Waits until everything submitted to a stream so far is done. Reports what its kernels found wrong.
+ClaystoneStatus claystone_stream_synchronize(const ClaystoneStream *stream);
+
+// Whether everything submitted to a stream is done. Does not wait.
+ClaystoneStatus claystone_stream_query(const ClaystoneStream *stream, bool *done);
+
+// Holds back what is submitted to a stream from now on until what was submitted to another so far is done. The host waits only
+// where they are of different devices.
+ClaystoneStatus claystone_stream_wait_stream(const ClaystoneStream *stream,
+                                             const ClaystoneStream *other);
+
+// Makes an event that is done when everything submitted to a stream so far is.
+ClaystoneStatus claystone_stream_record_event(const ClaystoneStream *stream, ClaystoneEvent **event);
+
+// Holds back what is submitted to a stream from now on until an event is done. The host waits only where it is another device's.
+ClaystoneStatus claystone_stream_wait_event(const ClaystoneStream *stream,
+                                            const ClaystoneEvent *event);
+
+// Whether everything before an event is done. Does not wait.
+ClaystoneStatus claystone_event_query(const ClaystoneEvent *event, bool *done);
+
+// Waits until everything before an event is done.
+ClaystoneStatus claystone_event_synchronize(const ClaystoneEvent *event);
+
+// Gives a handle on an event back; null is none.
+void claystone_event_release(ClaystoneEvent *event);
+
+// Makes a tensor over a storage: `rank` sizes, as many strides, and an offset, all in elements. Strides may be zero or negative, as
+// long as all elements lie in the storage, which has to be a whole number of elements: one that is to have several dtypes is best
+// made of a multiple of 16 bytes. Of bools each byte has to be 0 or 1. The handle is the caller's; the tensor keeps the storage.
+ClaystoneStatus claystone_tensor_new(const ClaystoneStorage *storage,
+                                     int32_t dtype_number,
+                                     const int64_t *sizes,
+                                     const int64_t *strides,
+                                     size_t rank,
+                                     int64_t offset,
+                                     ClaystoneTensor **tensor);
+
+// Gives a handle on a tensor back; null is none. To release one twice is undefined behaviour.
+void claystone_tensor_release(ClaystoneTensor *tensor);
+
+// What a tensor is, its sizes and its strides. Any of the last places may be null. `sizes` and `strides` have room for `capacity`
+// entries; where the rank is larger it is an error, and `info` says the rank all the same.
+ClaystoneStatus claystone_tensor_info(const ClaystoneTensor *tensor,
+                                      size_t capacity,
+                                      ClaystoneTensorInfo *info,
+                                      int64_t *sizes,
+                                      int64_t *strides);
+
+// A handle on the storage of a tensor, which is the caller's.
+ClaystoneStatus claystone_tensor_storage(const ClaystoneTensor *tensor, ClaystoneStorage **storage);
+
+// Copies the elements of `source` into a tensor of any strides, dtype and device: broadcast to its shape and converted to its dtype.
+// PyTorch's `copy_`. Between devices it waits, and so does a copy from or to the CPU device.
+ClaystoneStatus claystone_tensor_copy(const ClaystoneTensor *tensor,
+                                      const ClaystoneTensor *source);
+
+// Sets the elements of a tensor, in row-major order, to those at `data`: `nbytes` bytes, which have to be just theirs. The host's
+// memory may be reused when it returns.
+ClaystoneStatus claystone_tensor_write(const ClaystoneTensor *tensor,
+                                       const void *data,
+                                       size_t nbytes);
+
+// Copies the elements of a tensor, in row-major order, to `data`: `nbytes` bytes, which have to be just theirs. Waits for the device.
+// Where it fails, the bytes at `data` are unspecified.
+ClaystoneStatus claystone_tensor_read(const ClaystoneTensor *tensor,
+                                      void *data,
+                                      size_t nbytes);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus

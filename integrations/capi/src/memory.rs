@@ -1,0 +1,158 @@
+//! Memory of devices: statistics, limits, snapshots.
+
+use std::fmt::Write as _;
+
+use claystone::storage::{DeviceStats, HistoryOptions, PoolStats, Recording, Stat};
+
+use crate::device::device;
+use crate::pointers::place;
+use crate::status::{ClaystoneStatus, Fault, guard};
+
+/// Bytes that claystone made, which are the caller's: `claystone_bytes_free` frees them. One zero byte that is not counted follows them,
+/// so that a text is a C string.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ClaystoneBytes {
+    /// The first byte.
+    pub data: *mut u8,
+    /// How many there are.
+    pub length: usize,
+}
+
+impl ClaystoneBytes {
+    pub(crate) fn new(mut bytes: Vec<u8>) -> ClaystoneBytes {
+        let length = bytes.len();
+        bytes.push(0);
+        ClaystoneBytes { data: Box::into_raw(bytes.into_boxed_slice()).cast(), length }
+    }
+}
+
+/// Frees what a function made, and sets it to none, so that to free it again does nothing. Null is none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_bytes_free(bytes: *mut ClaystoneBytes) {
+    // SAFETY: null, or good for reading and writing, says the caller.
+    let Some(bytes) = (unsafe { bytes.as_mut() }) else { return };
+    let ClaystoneBytes { data, length } =
+        std::mem::replace(bytes, ClaystoneBytes { data: std::ptr::null_mut(), length: 0 });
+    if !data.is_null() {
+        // SAFETY: made by `ClaystoneBytes::new` of a box of so many bytes and a zero, and not changed since, says the caller.
+        drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(data, length + 1)) });
+    }
+}
+
+/// The forms of a memory snapshot.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ClaystoneSnapshotFormat {
+    /// A pickle for PyTorch's memory viewer.
+    Pickle = 0,
+    /// JSON.
+    Json = 1,
+}
+
+/// A device's memory statistics as a JSON object of whole numbers under the names of `torch.cuda.memory_stats`, such as
+/// "allocated_bytes.all.current".
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_memory_stats(number: i32, json: *mut ClaystoneBytes) -> ClaystoneStatus {
+    guard("claystone_memory_stats", || {
+        // SAFETY: good for writing, says the caller.
+        let json = unsafe { place(json, "json")? };
+        json.write(ClaystoneBytes::new(stats_json(&device(number)?.memory_stats()?).into_bytes()));
+        Ok(())
+    })
+}
+
+fn stats_json(stats: &DeviceStats) -> String {
+    let mut json = String::from("{");
+    let mut number = |name: &str, value: u64| {
+        let comma = if json.len() > 1 { "," } else { "" };
+        _ = write!(json, "{comma}\"{name}\":{value}");
+    };
+    let mut stat = |name: &str, stat: Stat| {
+        number(&format!("{name}.current"), stat.current);
+        number(&format!("{name}.peak"), stat.peak);
+        number(&format!("{name}.allocated"), stat.allocated);
+        number(&format!("{name}.freed"), stat.freed);
+    };
+    let pools: [(&str, &PoolStats); 3] =
+        [("all", &stats.total), ("small_pool", &stats.small_pool), ("large_pool", &stats.large_pool)];
+    for (pool, stats) in pools {
+        stat(&format!("allocation.{pool}"), stats.allocation);
+        stat(&format!("segment.{pool}"), stats.segment);
+        stat(&format!("active.{pool}"), stats.active);
+        stat(&format!("inactive_split.{pool}"), stats.inactive_split);
+        stat(&format!("allocated_bytes.{pool}"), stats.allocated_bytes);
+        stat(&format!("reserved_bytes.{pool}"), stats.reserved_bytes);
+        stat(&format!("active_bytes.{pool}"), stats.active_bytes);
+        stat(&format!("inactive_split_bytes.{pool}"), stats.inactive_split_bytes);
+        stat(&format!("requested_bytes.{pool}"), stats.requested_bytes);
+    }
+    stat("oversize_allocations", stats.oversize_allocations);
+    stat("oversize_segments", stats.oversize_segments);
+    number("num_alloc_retries", stats.num_alloc_retries);
+    number("num_ooms", stats.num_ooms);
+    number("num_sync_all_streams", stats.num_sync_all_streams);
+    number("num_device_alloc", stats.num_device_alloc);
+    number("num_device_free", stats.num_device_free);
+    number("max_split_size", stats.max_split_size);
+    json.push('}');
+    json
+}
+
+/// Sets every peak of a device's statistics to the current value.
+#[unsafe(no_mangle)]
+pub extern "C" fn claystone_memory_reset_peak(number: i32) -> ClaystoneStatus {
+    guard("claystone_memory_reset_peak", || Ok(device(number)?.reset_peak_stats()?))
+}
+
+/// Sets the sums and counts of a device's statistics to zero.
+#[unsafe(no_mangle)]
+pub extern "C" fn claystone_memory_reset_accumulated(number: i32) -> ClaystoneStatus {
+    guard("claystone_memory_reset_accumulated", || Ok(device(number)?.reset_accumulated_stats()?))
+}
+
+/// Gives every segment of a device's memory that nothing uses back to the driver.
+#[unsafe(no_mangle)]
+pub extern "C" fn claystone_memory_empty_cache(number: i32) -> ClaystoneStatus {
+    guard("claystone_memory_empty_cache", || Ok(device(number)?.empty_cache()?))
+}
+
+/// Lets the allocator of a device hold at most this part, 0 to 1, of its memory. What it holds already it keeps.
+#[unsafe(no_mangle)]
+pub extern "C" fn claystone_memory_set_fraction(number: i32, fraction: f64) -> ClaystoneStatus {
+    guard("claystone_memory_set_fraction", || Ok(device(number)?.set_memory_fraction(fraction)?))
+}
+
+/// Begins to record what a device's allocator does, of the `max_entries` latest events, with call stacks where `stacks` says so; with
+/// `max_entries` 0 it ends, and what was recorded is forgotten.
+#[unsafe(no_mangle)]
+pub extern "C" fn claystone_memory_record_history(number: i32, max_entries: usize, stacks: bool) -> ClaystoneStatus {
+    guard("claystone_memory_record_history", || {
+        let options = match max_entries {
+            0 => HistoryOptions { enabled: Recording::Off, clear_history: true, ..Default::default() },
+            _ => HistoryOptions { max_entries, stacks, ..Default::default() },
+        };
+        Ok(device(number)?.record_memory_history(options)?)
+    })
+}
+
+/// What a device's allocator holds, block by block, and the recorded events, in a form of ClaystoneSnapshotFormat. The bytes are the
+/// caller's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_memory_snapshot(
+    number: i32,
+    format: i32,
+    snapshot: *mut ClaystoneBytes,
+) -> ClaystoneStatus {
+    guard("claystone_memory_snapshot", || {
+        // SAFETY: good for writing, says the caller.
+        let place = unsafe { place(snapshot, "snapshot")? };
+        let snapshot = device(number)?.memory_snapshot()?;
+        place.write(ClaystoneBytes::new(match format {
+            f if f == ClaystoneSnapshotFormat::Pickle as i32 => snapshot.to_pickle()?,
+            f if f == ClaystoneSnapshotFormat::Json as i32 => snapshot.to_json()?.into_bytes(),
+            other => return Err(Fault::Argument(format!("{other} is no ClaystoneSnapshotFormat"))),
+        }));
+        Ok(())
+    })
+}

@@ -1,0 +1,182 @@
+//! Streams and events.
+
+use claystone::Stream;
+use claystone::device::{Event, set_stream};
+
+use crate::device::{device, number};
+use crate::pointers::{borrow, handle, place, release};
+use crate::status::{ClaystoneStatus, guard};
+
+/// A handle on a line of work of one device: what is submitted to it runs in order.
+pub struct ClaystoneStream(pub(crate) Stream);
+
+/// A handle on a point in a stream's work. Events have no times.
+pub struct ClaystoneEvent(Event);
+
+/// Makes a stream of its own. When its last handle is released, what was submitted still runs.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_new(
+    device_number: i32,
+    stream: *mut *mut ClaystoneStream,
+) -> ClaystoneStatus {
+    guard("claystone_stream_new", || {
+        // SAFETY: good for writing, says the caller.
+        let stream = unsafe { place(stream, "stream")? };
+        stream.write(handle(ClaystoneStream(Stream::new(device(device_number)?)?)));
+        Ok(())
+    })
+}
+
+/// A handle on the stream every device has, which all threads use unless another one is set.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_default(
+    device_number: i32,
+    stream: *mut *mut ClaystoneStream,
+) -> ClaystoneStatus {
+    guard("claystone_stream_default", || {
+        // SAFETY: good for writing, says the caller.
+        let stream = unsafe { place(stream, "stream")? };
+        stream.write(handle(ClaystoneStream(Stream::default_stream(device(device_number)?)?)));
+        Ok(())
+    })
+}
+
+/// A handle on the stream that this thread's work on a device goes to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_current(
+    device_number: i32,
+    stream: *mut *mut ClaystoneStream,
+) -> ClaystoneStatus {
+    guard("claystone_stream_current", || {
+        // SAFETY: good for writing, says the caller.
+        let stream = unsafe { place(stream, "stream")? };
+        stream.write(handle(ClaystoneStream(Stream::current(device(device_number)?)?)));
+        Ok(())
+    })
+}
+
+/// Makes a stream the one that this thread's work on its device goes to from now on; the thread keeps it until another is set.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_set_current(stream: *const ClaystoneStream) -> ClaystoneStatus {
+    guard("claystone_stream_set_current", || {
+        // SAFETY: a handle that lives, says the caller.
+        let stream = unsafe { borrow(stream, "stream")? };
+        set_stream(&stream.0);
+        Ok(())
+    })
+}
+
+/// Gives a handle on a stream back; null is none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_release(stream: *mut ClaystoneStream) {
+    // SAFETY: a handle that was not released, says the caller.
+    unsafe { release("claystone_stream_release", stream) }
+}
+
+/// The number of a stream's device, and which of its streams it is: 0 is the default one. Numbers of streams that are gone are
+/// given again. Either place may be null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_id(
+    stream: *const ClaystoneStream,
+    device_number: *mut i32,
+    id: *mut i64,
+) -> ClaystoneStatus {
+    guard("claystone_stream_id", || {
+        // SAFETY: a handle that lives, and places that are null or good for writing, says the caller.
+        let (stream, device_number, id) =
+            unsafe { (borrow(stream, "stream")?, place(device_number, "").ok(), place(id, "").ok()) };
+        device_number.map(|place| place.write(number(stream.0.device())));
+        id.map(|place| place.write(stream.0.id().index() as i64));
+        Ok(())
+    })
+}
+
+/// Waits until everything submitted to a stream so far is done. Reports what its kernels found wrong.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_synchronize(stream: *const ClaystoneStream) -> ClaystoneStatus {
+    guard("claystone_stream_synchronize", || {
+        // SAFETY: a handle that lives, says the caller.
+        let stream = unsafe { borrow(stream, "stream")? };
+        Ok(stream.0.synchronize()?)
+    })
+}
+
+/// Whether everything submitted to a stream is done. Does not wait.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_query(stream: *const ClaystoneStream, done: *mut bool) -> ClaystoneStatus {
+    guard("claystone_stream_query", || {
+        // SAFETY: a handle that lives, and a place that is good for writing, says the caller.
+        let (stream, done) = unsafe { (borrow(stream, "stream")?, place(done, "done")?) };
+        done.write(stream.0.is_idle()?);
+        Ok(())
+    })
+}
+
+/// Holds back what is submitted to a stream from now on until what was submitted to another so far is done. The host waits only
+/// where they are of different devices.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_wait_stream(
+    stream: *const ClaystoneStream,
+    other: *const ClaystoneStream,
+) -> ClaystoneStatus {
+    guard("claystone_stream_wait_stream", || {
+        // SAFETY: handles that live, says the caller.
+        let (stream, other) = unsafe { (borrow(stream, "stream")?, borrow(other, "other")?) };
+        Ok(stream.0.wait_stream(&other.0)?)
+    })
+}
+
+/// Makes an event that is done when everything submitted to a stream so far is.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_record_event(
+    stream: *const ClaystoneStream,
+    event: *mut *mut ClaystoneEvent,
+) -> ClaystoneStatus {
+    guard("claystone_stream_record_event", || {
+        // SAFETY: a handle that lives, and a place that is good for writing, says the caller.
+        let (stream, event) = unsafe { (borrow(stream, "stream")?, place(event, "event")?) };
+        event.write(handle(ClaystoneEvent(stream.0.record_event()?)));
+        Ok(())
+    })
+}
+
+/// Holds back what is submitted to a stream from now on until an event is done. The host waits only where it is another device's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_wait_event(
+    stream: *const ClaystoneStream,
+    event: *const ClaystoneEvent,
+) -> ClaystoneStatus {
+    guard("claystone_stream_wait_event", || {
+        // SAFETY: handles that live, says the caller.
+        let (stream, event) = unsafe { (borrow(stream, "stream")?, borrow(event, "event")?) };
+        Ok(stream.0.wait_event(&event.0)?)
+    })
+}
+
+/// Whether everything before an event is done. Does not wait.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_event_query(event: *const ClaystoneEvent, done: *mut bool) -> ClaystoneStatus {
+    guard("claystone_event_query", || {
+        // SAFETY: a handle that lives, and a place that is good for writing, says the caller.
+        let (event, done) = unsafe { (borrow(event, "event")?, place(done, "done")?) };
+        done.write(event.0.is_done()?);
+        Ok(())
+    })
+}
+
+/// Waits until everything before an event is done.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_event_synchronize(event: *const ClaystoneEvent) -> ClaystoneStatus {
+    guard("claystone_event_synchronize", || {
+        // SAFETY: a handle that lives, says the caller.
+        let event = unsafe { borrow(event, "event")? };
+        Ok(event.0.synchronize()?)
+    })
+}
+
+/// Gives a handle on an event back; null is none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_event_release(event: *mut ClaystoneEvent) {
+    // SAFETY: a handle that was not released, says the caller.
+    unsafe { release("claystone_event_release", event) }
+}
