@@ -4,7 +4,6 @@ use ndarray::{Array, ArrayBase, Data, Dimension};
 
 use super::Layout;
 use super::options::TensorOptions;
-use super::window::strided_layout;
 use crate::storage::{Caller, HostElements, Storage};
 use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 
@@ -178,34 +177,6 @@ impl Tensor {
         }
         check_storage("from_storage", &storage, dtype)?;
         // Other tensors on the storage keep their place in the graph to themselves.
-        Ok(Tensor::new(storage, layout, dtype).detach())
-    }
-
-    /// A tensor over a storage by shape, strides and offset, all in elements of `dtype`, which shares them with the storage's
-    /// other tensors (PyTorch's `set_(storage, storage_offset, size, stride)`). Strides may be zero or negative. Of bool each byte has
-    /// to be 0 or 1: reading another to the host is an error.
-    ///
-    /// ```
-    /// use claystone::{DType, Device, Tensor};
-    /// let x = Tensor::arange(0, 6, 1, Device::Cpu)?;
-    /// let columns = Tensor::from_storage_strided(x.storage().clone(), [2, 2], &[1, -2], 4, DType::F32)?;
-    /// assert_eq!(columns.to_vec::<f32>()?, [4.0, 2.0, 5.0, 3.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for elements that lie outside the storage, another number of strides than of sizes, and a storage that is
-    /// no whole number of elements or begins at an address that they cannot have (as a vector of bytes may).
-    pub fn from_storage_strided(
-        storage: Storage,
-        shape: impl Into<Shape>,
-        strides: &[isize],
-        offset: usize,
-        dtype: DType,
-    ) -> Result<Tensor> {
-        let op = "from_storage_strided";
-        check_storage(op, &storage, dtype)?;
-        let layout = strided_layout(op, shape.into(), strides, offset, storage.nbytes() / dtype.size())?;
         Ok(Tensor::new(storage, layout, dtype).detach())
     }
 }

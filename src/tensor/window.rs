@@ -1,8 +1,10 @@
 //! Views that repeat elements: sliding windows, and strides of the caller's own.
 
 use super::Layout;
+use super::create::check_storage;
 use crate::autograd::{is_tracked, record_unary_twice, record_view};
 use crate::layout::shape::Shape;
+use crate::storage::Storage;
 use crate::{DType, Error, Result, Tensor};
 
 /// Longer steps are no strides: no storage is as large.
@@ -91,16 +93,38 @@ impl Tensor {
         }
         Ok(record_view(op, layout.clone(), self, strided_back(old, layout)))
     }
+
+    /// A tensor over a storage by shape, strides and offset, all in elements of `dtype`, which shares them with the storage's
+    /// other tensors (PyTorch's `set_(storage, storage_offset, size, stride)`). Strides may be zero or negative. Of bool each byte has
+    /// to be 0 or 1: reading another to the host is an error.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let x = Tensor::arange(0, 6, 1, Device::Cpu)?;
+    /// let columns = Tensor::from_storage_strided(x.storage().clone(), [2, 2], &[1, -2], 4, DType::F32)?;
+    /// assert_eq!(columns.to_vec::<f32>()?, [4.0, 2.0, 5.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for elements that lie outside the storage, another number of strides than of sizes, and a storage that is
+    /// no whole number of elements or begins at an address that they cannot have (as a vector of bytes may).
+    pub fn from_storage_strided(
+        storage: Storage,
+        shape: impl Into<Shape>,
+        strides: &[isize],
+        offset: usize,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        let op = "from_storage_strided";
+        check_storage(op, &storage, dtype)?;
+        let layout = strided_layout(op, shape.into(), strides, offset, storage.nbytes() / dtype.size())?;
+        Ok(Tensor::new(storage, layout, dtype).detach())
+    }
 }
 
 /// The layout of these sizes, strides and offset, where all of its elements are among the `there` elements of a storage.
-pub(super) fn strided_layout(
-    op: &'static str,
-    shape: Shape,
-    stride: &[isize],
-    offset: usize,
-    there: usize,
-) -> Result<Layout> {
+fn strided_layout(op: &'static str, shape: Shape, stride: &[isize], offset: usize, there: usize) -> Result<Layout> {
     let shape = shape.checked(op)?;
     if stride.len() != shape.rank() {
         let reason = format!("shape {shape} has {} dimensions, and {} strides are given", shape.rank(), stride.len());
