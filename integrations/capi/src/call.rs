@@ -9,7 +9,7 @@ use claystone::{Generator, Tensor, enable_grad, with_generator};
 
 use crate::device::device;
 use crate::memory::ClaystoneBytes;
-use crate::pointers::{array, borrow, handle, place, places, text};
+use crate::pointers::{array, borrow, handle, optional, place, places, text};
 use crate::random::ClaystoneGenerator;
 use crate::status::{ClaystoneStatus, Fault, guard};
 use crate::tensor::{ClaystoneTensor, dtype};
@@ -253,7 +253,7 @@ pub unsafe extern "C" fn claystone_call(
 ) -> ClaystoneStatus {
     guard("claystone_call", || {
         // SAFETY: places that are good for writing, says the caller.
-        let (places, count) = unsafe { (places(results, capacity, "results")?, place(result_count, "").ok()) };
+        let (places, count) = unsafe { (places(results, capacity, "results")?, optional(result_count)) };
         let run = |call: Call| Ok(call.drawing(|| ops::call(call.name, &call.tensors, &call.arguments))?);
         // SAFETY: what the call points to is good, says the caller.
         let made = unsafe { with_call(call, run)? };

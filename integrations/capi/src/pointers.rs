@@ -67,13 +67,22 @@ pub(crate) unsafe fn bytes<'a>(pointer: *mut u8, count: usize, what: &str) -> Re
     Ok(unsafe { slice::from_raw_parts_mut(places.as_mut_ptr().cast(), count) })
 }
 
+/// Where one result goes, if anywhere.
+///
+/// # Safety
+/// As [`places`], for one entry.
+pub(crate) unsafe fn optional<'a, T>(pointer: *mut T) -> Option<&'a mut MaybeUninit<T>> {
+    // SAFETY: the caller's promise; what is there may be any bytes.
+    unsafe { pointer.cast::<MaybeUninit<T>>().as_mut() }
+}
+
 /// Where one result goes.
 ///
 /// # Safety
 /// As [`places`], for one entry.
 pub(crate) unsafe fn place<'a, T>(pointer: *mut T, what: &str) -> Result<&'a mut MaybeUninit<T>, Fault> {
-    // SAFETY: the caller's promise; what is there may be any bytes.
-    unsafe { pointer.cast::<MaybeUninit<T>>().as_mut() }.ok_or_else(|| null(what))
+    // SAFETY: the caller's promise.
+    unsafe { optional(pointer) }.ok_or_else(|| null(what))
 }
 
 /// A text.

@@ -4,7 +4,7 @@ use claystone::Stream;
 use claystone::device::{Event, set_stream};
 
 use crate::device::{device, number};
-use crate::pointers::{borrow, handle, place, release};
+use crate::pointers::{borrow, handle, optional, place, release};
 use crate::status::{ClaystoneStatus, guard};
 
 /// A handle on a line of work of one device: what is submitted to it runs in order.
@@ -83,8 +83,7 @@ pub unsafe extern "C" fn claystone_stream_id(
 ) -> ClaystoneStatus {
     guard("claystone_stream_id", || {
         // SAFETY: a handle that lives, and places that are null or good for writing, says the caller.
-        let (stream, device_number, id) =
-            unsafe { (borrow(stream, "stream")?, place(device_number, "").ok(), place(id, "").ok()) };
+        let (stream, device_number, id) = unsafe { (borrow(stream, "stream")?, optional(device_number), optional(id)) };
         device_number.map(|place| place.write(number(stream.0.device())));
         id.map(|place| place.write(stream.0.id().index() as i64));
         Ok(())

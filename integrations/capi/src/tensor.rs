@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use claystone::{DType, Tensor};
 
 use crate::device::number;
-use crate::pointers::{array, borrow, bytes, handle, place, places, release};
+use crate::pointers::{array, borrow, bytes, handle, optional, place, places, release};
 use crate::status::{ClaystoneStatus, Fault, guard};
 use crate::storage::ClaystoneStorage;
 
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn claystone_tensor_info(
         // SAFETY: a handle that lives, and places that are null or good for writing, says the caller.
         let (tensor, info, sizes, strides) = unsafe {
             let given = |place: *mut i64| (!place.is_null()).then(|| places(place, capacity, "")).transpose();
-            (&borrow(tensor, "tensor")?.0, place(info, "").ok(), given(sizes)?, given(strides)?)
+            (&borrow(tensor, "tensor")?.0, optional(info), given(sizes)?, given(strides)?)
         };
         let dtype = DTYPES.iter().find(|(_, dtype)| *dtype == tensor.dtype());
         let (dtype, _) = dtype.ok_or_else(|| Fault::Argument(format!("{} has no ClaystoneDtype", tensor.dtype())))?;
