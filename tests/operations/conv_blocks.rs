@@ -37,6 +37,8 @@ const SIZES: &[Size] = &[
     size(1, [61, 130], [12, 12], [5, 5]).moves([1, 1], [2, 2], [1, 1]),
     size(1, [2, 40], [61, 60], [5, 5]).moves([1, 1], [2, 2], [1, 1]), // nor windows
     size(1, [3, 2], [1, 9001], [1, 9]).moves([1, 1], [0, 4], [1, 1]),
+    size(9, [64, 33], [7, 7], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // rows of pairs for AMX, and an odd number of windows
+    size(2, [79, 64], [11, 13], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // and pairs that are left over
 ];
 
 #[test]
@@ -48,14 +50,18 @@ fn convolutions_in_blocks_are_those_of_their_definition() {
         }
     }
     for size in &SIZES[..12] {
-        (1..5).for_each(|how| compare(size, how, DType::F16, how == 2));
+        for dtype in [DType::F16, DType::BF16] {
+            (1..5).for_each(|how| compare(size, how, dtype, how == 2));
+        }
     }
 }
 
 #[test]
 fn special_values_of_convolutions() {
     let size = size(2, [3, 13], [9, 20], [3, 3]).moves([1, 1], [1, 1], [1, 1]);
-    [false, true].into_iter().for_each(|turned| compare_special(&size, turned));
+    for dtype in [DType::F32, DType::BF16] {
+        [false, true].into_iter().for_each(|turned| compare_special(&size, dtype, turned));
+    }
 }
 
 /// The gradient of a gradient is that of f64, whichever of the inputs have one.

@@ -64,7 +64,7 @@ fn special_values_of_depthwise_convolutions() {
     let plain = planes(2, 3, [9, 20], [3, 3]).moves([1, 1], [1, 1], [1, 1]);
     let halved = planes(2, 3, [13, 20], [3, 3]).moves([2, 2], [1, 1], [1, 1]).of(1, 2);
     for size in [plain, plain.of(2, 4), halved] {
-        [false, true].into_iter().for_each(|turned| compare_special(&size, turned));
+        [false, true].into_iter().for_each(|turned| compare_special(&size, DType::F32, turned));
     }
 }
 

@@ -3,20 +3,23 @@
 //!
 //! Images, windows and the weight are each a product of the other two: [`Conv::windows`] is a convolution, [`Conv::images`]
 //! a transposed one, [`Conv::weight`] the gradient of the weight. The weight is packed once for all jobs. Sums are f32, in an
-//! order that depends only on the sizes and on the number of threads.
+//! order that depends only on the sizes and on the number of threads. Halves are widened, unless the processor multiplies pairs of bf16.
 
 pub(crate) mod scratch;
 pub(crate) mod slab;
+pub(crate) mod steps;
 pub(crate) mod weight;
 
 use std::borrow::Cow;
 
 use crate::backend::cpu::conv::scratch::with_scratch;
 use crate::backend::cpu::conv::slab::{Images, Slabs, WindowPart, fold};
+use crate::backend::cpu::conv::steps::{load_pairs, paired};
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, four};
 use crate::device::cpu::blocks::{Block, Cut, for_each_block};
+use crate::device::cpu::gemm::Floats;
 use crate::device::cpu::gemm::alone::{Alone, Left, Right};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
@@ -37,6 +40,7 @@ const LONG: usize = 1 << 14;
 const WIDE: usize = 64;
 const LARGE: usize = 1 << 18;
 const MANY: usize = 1 << 10;
+const MANY_OF_PAIRS: usize = 1 << 8;
 /// What is read behind the last slab: up to a vector.
 pub(crate) const SLACK: usize = 32;
 
@@ -69,13 +73,18 @@ impl Conv {
         if !floats || sizes.contains(&0) {
             return None;
         }
+        // Sums of images and of their gradients are over the channels of a group.
+        let of_pairs = || Alone::of_pairs(inner.min(outer / groups));
+        let pairs = (images.dtype == DType::BF16).then(of_pairs).flatten();
+        let many = if pairs.is_some() { MANY_OF_PAIRS } else { MANY };
         if w.image[1].max(w.grid[1]) > LONG
             || w.kernel[1] > WIDE
-            || (weight.numel() > LARGE && n.saturating_mul(w.grid[0] * w.grid[1]) < MANY)
+            || (weight.numel() > LARGE && n.saturating_mul(w.grid[0] * w.grid[1]) < many)
         {
             return None;
         }
-        let conv = Conv { alone: Alone::get()?, w, n, groups, inner, outer: outer / groups };
+        let alone = pairs.or_else(Alone::get)?;
+        let conv = Conv { alone, w, n, groups, inner, outer: outer / groups };
         let pieces = conv.plane().div_ceil(WINDOWS);
         let pieces = if w.grid[0] == 1 { pieces } else { pieces.min(w.grid[0]) };
         (conv.is_small() || n * groups * pieces >= threads()).then_some(conv)
@@ -141,33 +150,58 @@ impl Conv {
     }
 
     /// Channels whose slabs stay in the cache together, of up to `most`.
-    pub(crate) fn channels(&self, share: Share, most: usize) -> usize {
-        let slabs = self.w.kernel[1] * slab::slab_stride(&self.w, &self.part(share, 0, 0));
-        even(most, SLABS / slabs)
+    pub(crate) fn channels<T>(&self, share: Share, most: usize) -> usize {
+        let slabs = self.w.kernel[1] * slab::slab_stride::<T>(&self.w, &self.part(share, 0, 0));
+        even(most, SLABS * size_of::<f32>() / (slabs * size_of::<T>()))
     }
 
-    /// The channels of a group of a part of the windows, as rows.
+    /// Steps of so many channels.
+    fn steps(&self, channels: usize) -> usize {
+        channels.div_ceil(self.alone.of_step())
+    }
+
+    /// Steps of the elements from `start` on, each next one `stride` elements on, of a channel and, where there is one, the next.
+    fn load_steps(
+        &self,
+        (x, bytes): (&Tensor, &[u8]),
+        start: usize,
+        next: Option<usize>,
+        stride: isize,
+        to: &mut [f32],
+    ) {
+        match self.alone.of_step() {
+            1 => load_tile(x.dtype, bytes, start, stride, to),
+            _ => load_pairs(bytemuck::cast_slice(bytes), start, next, stride, to),
+        }
+    }
+
+    /// The channels of a group of a part of the windows, as rows of steps.
     fn load(&self, x: &Tensor, bytes: &[u8], group: usize, part: &WindowPart, to: &mut [f32], stride: usize) {
-        let of_image = part.of_image();
-        for o in 0..self.outer {
+        let (of_image, of_step) = (part.of_image(), self.alone.of_step());
+        for (step, o) in (0..self.outer).step_by(of_step).enumerate() {
             for (j, image) in part.images.clone().enumerate() {
                 let channel = (image * self.groups + group) * self.outer + o;
                 let at = channel * self.plane() + part.rows.start * self.w.grid[1] + part.columns.start;
-                let to = &mut to[o * stride + j * of_image..][..of_image];
-                load_tile(x.dtype, bytes, x.layout.offset + at, 1, to);
+                let at = x.layout.offset + at;
+                let next = (o + 1 < self.outer).then_some(at + self.plane());
+                self.load_steps((x, bytes), at, next, 1, &mut to[step * stride + j * of_image..][..of_image]);
             }
         }
     }
 
-    /// `pieces` pieces of the weight, `stride` elements from one to the next, each as `lay_out` writes it.
+    /// `pieces` pieces of the weight, `stride` elements from one to the next, each as `lay_out` writes it from rows of steps: `rows`
+    /// of them have those of as many channels.
     fn laid_out(
         &self,
-        weight: &Tensor,
-        bytes: &[u8],
+        (weight, bytes): (&Tensor, &[u8]),
+        rows: (usize, usize),
         (pieces, stride): (usize, usize),
         lay_out: impl Fn(&[f32], usize, &mut [f32]) + Sync,
     ) -> Vec<f32> {
-        let from = plain(weight, bytes);
+        let from = match self.alone.of_step() {
+            1 => plain(weight, bytes),
+            _ => paired(&plain(weight, bytes), rows).into(),
+        };
         let mut to = vec![0.0; pieces * stride];
         match to.len() <= 1 << 14 {
             true => to.chunks_exact_mut(stride).enumerate().for_each(|(i, to)| lay_out(&from, i, to)),
@@ -186,23 +220,25 @@ impl Convolution for Conv {
         let jobs = (JOBS * threads()).div_ceil(self.groups);
         let images = if self.groups == 1 { self.images_per_job() } else { 1 };
         let share = self.share(images, (PRODUCT / self.outer).max(WINDOWS), jobs.div_ceil(self.n));
-        let channels = self.channels(share, self.inner);
-        let chunks = self.inner.div_ceil(channels);
+        let inner = self.steps(self.inner);
+        let channels = self.alone.whole_steps(self.channels::<f32>(share, inner));
+        let chunks = inner.div_ceil(channels);
         let stride = self.outer * channels * taps;
-        // Steps of a chunk: rows of taps, its channels, columns of taps.
+        // Steps of a chunk: rows of taps, its channels or pairs of these, columns of taps.
         let lay_out = |weight: &[f32], piece: usize, to: &mut [f32]| {
             let (group, first) = (piece / chunks, piece % chunks * channels);
-            let (count, kw) = (channels.min(self.inner - first), self.w.kernel[1]);
+            let (count, kw) = (channels.min(inner - first), self.w.kernel[1]);
             let high = self.alone.rows(self.outer);
             for i in 0..self.outer {
                 let (panel, lane) = (i / high * high, i % high);
                 let width = high.min(self.outer - panel);
                 let panel = &mut to[panel * count * taps..][..width * count * taps];
-                let from = &weight[((group * self.outer + i) * self.inner + first) * taps..][..count * taps];
+                let [across, along] = self.alone.panel(width, count * taps);
+                let from = &weight[((group * self.outer + i) * inner + first) * taps..][..count * taps];
                 for (c, from) in from.chunks_exact(taps).enumerate() {
                     for (row, from) in from.chunks_exact(kw).enumerate() {
                         for (column, x) in from.iter().enumerate() {
-                            panel[((row * count + c) * kw + column) * width + lane] = *x;
+                            panel[((row * count + c) * kw + column) * along + lane * across] = *x;
                         }
                     }
                 }
@@ -211,7 +247,7 @@ impl Convolution for Conv {
         let storages = [&x.storage, &weight.storage, &bias.unwrap_or(weight).storage];
         with_host(&storages, &[&out.storage], |reads, writes| {
             let images = Images { t: x, bytes: reads[0] };
-            let weight = self.laid_out(weight, reads[1], (self.groups * chunks, stride), lay_out);
+            let weight = self.laid_out((weight, reads[1]), (self.inner, taps), (self.groups * chunks, stride), lay_out);
             let bias = bias.map(|bias| plain(bias, reads[2]));
             let (band, width) = (share.images * self.outer, share.rows * share.columns * size);
             let cut = Cut { columns: self.plane() * size, band, height: band, width };
@@ -223,8 +259,8 @@ impl Convolution for Conv {
                     let (group, first) = (band % self.groups, band / self.groups * share.images);
                     let part = self.part(share, first, piece);
                     let (count, of_image) = (part.count(), part.of_image());
-                    let (wide, room) = (self.alone.whole(count), Slabs::room(&self.w, &part));
-                    let slabs = self.w.kernel[1] * channels * slab::slab_stride(&self.w, &part) + SLACK;
+                    let (wide, room) = (self.alone.whole(count), slab::room(&self.w, &part));
+                    let slabs = self.w.kernel[1] * channels * slab::slab_stride::<f32>(&self.w, &part) + SLACK;
                     // Written where it belongs; or first to the scratch, to be converted or because images lie apart.
                     let direct = dtype == DType::F32 && part.images.len() == 1;
                     let of_product = if direct { 0 } else { self.outer * wide };
@@ -236,10 +272,18 @@ impl Convolution for Conv {
                             (0..self.outer).for_each(|o| to.row(o).fill(bias[group * self.outer + o]));
                         }
                         for chunk in 0..chunks {
-                            let channels = chunk * channels..self.inner.min((chunk + 1) * channels);
+                            let channels = chunk * channels..inner.min((chunk + 1) * channels);
                             let k = channels.len() * self.w.kernel[1];
-                            let of_group = |c: usize| group * self.inner + c;
-                            from.fill(&images, of_group(channels.start)..of_group(channels.end), lines, slabs);
+                            let (end, of_step) = ((group + 1) * self.inner, self.alone.of_step());
+                            from.fill(
+                                &images,
+                                channels.map(|step| group * self.inner + step * of_step),
+                                (lines, slabs),
+                                |c, start, to| {
+                                    let next = (c + 1 < end).then(|| start.wrapping_add_signed(x.strides()[1]));
+                                    self.load_steps((x, images.bytes), start, next, x.strides()[3], to);
+                                },
+                            );
                             let left = Left::Panels(&weight[(group * chunks + chunk) * stride..]);
                             let right =
                                 Right { data: slabs, stride: from.stride, times: self.w.kernel[0], jump: from.jump };
@@ -279,7 +323,8 @@ impl Convolution for Conv {
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.taps());
         let [rows, columns] = self.w.image;
         let out = Tensor::empty_like_shape([self.n, self.groups * self.inner, rows, columns], dtype, x.device())?;
-        let most = (SLABS / self.outer).min(PRODUCT / taps).max(1);
+        let outer = self.steps(self.outer);
+        let most = (SLABS / outer).min(PRODUCT / taps).max(1);
         let images = if self.groups == 1 { self.images_per_job() } else { 1 };
         let share = self.share(images, most, 1);
         let pieces = self.pieces(share);
@@ -289,21 +334,24 @@ impl Convolution for Conv {
         let channels = even(height, (PRODUCT / (taps * self.part(share, 0, 0).count())).min(SUMS / of_image));
         let height = height.next_multiple_of(channels);
         let blocks = self.inner.div_ceil(channels);
-        let stride = self.outer * channels * taps;
+        let stride = outer * channels * taps;
         let lay_out = |weight: &[f32], piece: usize, to: &mut [f32]| {
             let (group, first) = (piece / blocks, piece % blocks * channels);
             let m = channels.min(self.inner - first) * taps;
             let high = self.alone.rows(m);
-            for o in 0..self.outer {
-                let from = &weight[((group * self.outer + o) * self.inner + first) * taps..][..m];
+            for o in 0..outer {
+                let from = &weight[((group * outer + o) * self.inner + first) * taps..][..m];
                 for (panel, from) in from.chunks(high).enumerate() {
-                    to[panel * high * self.outer + o * from.len()..][..from.len()].copy_from_slice(from);
+                    let [across, along] = self.alone.panel(from.len(), outer);
+                    let to = to[panel * high * outer + o * along..].iter_mut().step_by(across);
+                    to.zip(from).for_each(|(to, x)| *to = *x);
                 }
             }
         };
         let storages = [&x.storage, &weight.storage, &bias.unwrap_or(weight).storage];
         with_host(&storages, &[&out.storage], |reads, writes| {
-            let weight = self.laid_out(weight, reads[1], (self.groups * blocks, stride), lay_out);
+            let rows = (self.outer, self.inner * taps);
+            let weight = self.laid_out((weight, reads[1]), rows, (self.groups * blocks, stride), lay_out);
             let bias = bias.map(|bias| plain(bias, reads[2]));
             let cut = Cut {
                 columns: self.image() * size,
@@ -316,7 +364,7 @@ impl Convolution for Conv {
                 let part = self.part(share, first, 0);
                 let (count, image) = (part.count(), self.image());
                 let (wide, of_channel) = (self.alone.whole(count), part.images.len() * image);
-                let rooms = [self.outer * wide + SLACK, channels * taps * wide, channels * of_channel];
+                let rooms = [outer * wide + SLACK, channels * taps * wide, channels * of_channel];
                 with_scratch(rooms, |[windows, product, sums], _| {
                     let last = self.inner.min((down + 1) * height);
                     for from in (down * height..last).step_by(channels) {
@@ -331,7 +379,7 @@ impl Convolution for Conv {
                             let left = Left::Panels(&weight[(group * blocks + from / channels) * stride..]);
                             let right = Right { data: windows, stride: wide, times: 1, jump: 0 };
                             let to = &mut Block::new(product, some * taps, count, wide);
-                            self.alone.multiply((some * taps, count, self.outer), left, right, to, false);
+                            self.alone.multiply((some * taps, count, outer), left, right, to, false);
                             for (c, sums) in sums.chunks_exact_mut(of_channel).take(some).enumerate() {
                                 fold(&self.w, &part, &mut product[c * taps * wide..], wide, sums);
                             }
@@ -363,10 +411,20 @@ pub(crate) fn even(n: usize, most: usize) -> usize {
     n.div_ceil(n.div_ceil(most.max(1)))
 }
 
+/// Elements of one of the dtypes that there are kernels for.
+pub(crate) fn floats(dtype: DType, bytes: &[u8]) -> Floats<'_> {
+    match dtype {
+        DType::F32 => Floats::F32(bytemuck::cast_slice(bytes)),
+        DType::F16 => Floats::F16(bytemuck::cast_slice(bytes)),
+        _ => Floats::BF16(bytemuck::cast_slice(bytes)),
+    }
+}
+
 /// The elements of a weight or a bias, one after another.
 fn plain<'a>(t: &Tensor, bytes: &'a [u8]) -> Cow<'a, [f32]> {
-    if t.dtype == DType::F32 && t.is_contiguous() {
-        return bytemuck::cast_slice(bytes)[t.layout.offset..][..t.numel()].into();
+    if t.is_contiguous() {
+        let size = t.dtype.size();
+        return floats(t.dtype, &bytes[t.layout.offset * size..][..t.numel() * size]).widened();
     }
     let mut made = vec![0.0; t.numel()];
     let (dims, strides) = (t.shape().dims(), t.strides());

@@ -160,7 +160,7 @@ impl<'a> Floats<'a> {
         }
     }
 
-    fn widened(self) -> Cow<'a, [f32]> {
+    pub(crate) fn widened(self) -> Cow<'a, [f32]> {
         const PART: usize = 1 << 15;
         fn wide<S: Sync>(s: &[S], convert: impl Fn(&[S], &mut [f32]) + Sync) -> Cow<'static, [f32]> {
             let mut wide = vec![0f32; s.len()];
@@ -193,7 +193,7 @@ impl<'a> Floats<'a> {
 fn kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Option<&'static Kernels> {
     const LEAST: usize = 8;
     let of_pairs = match (a, b) {
-        (Floats::BF16(_), Floats::BF16(_)) => Kernels::amx(k).or_else(|| Kernels::get(true)),
+        (Floats::BF16(_), Floats::BF16(_)) => Kernels::of_pairs(k),
         _ => None,
     };
     of_pairs.or_else(|| Kernels::get(false)).filter(|_| m.min(n).min(k) >= LEAST)

@@ -3,13 +3,17 @@
 //! A slab has the elements that one column of taps sees in one channel, row after row of windows. Where windows are one row
 //! apart the rows of its taps are the same but for where they begin, and a slab has each once: a third of the columns of a 3 x 3
 //! kernel.
+//!
+//! Elements of slabs are f32, pairs of bf16 in as many bits, which are neighbouring channels, or bf16.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::backend::cpu::convert::load_tile;
+use bytemuck::Pod;
+
+use crate::Tensor;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::windows::Windows;
-use crate::{DType, Tensor};
 
 /// Images, and the windows that are looked at of each: rows of them, of one image only unless it is all of them, or a part of the
 /// only row.
@@ -36,17 +40,16 @@ pub(crate) struct Images<'a> {
     pub(crate) bytes: &'a [u8],
 }
 
-impl Images<'_> {
-    fn in_place(&self) -> bool {
-        self.t.dtype == DType::F32 && self.t.strides()[3] == 1
-    }
+/// Whether slabs of T are copies of rows as they lie in memory.
+fn in_place<T>(x: &Tensor) -> bool {
+    x.dtype.size() == size_of::<T>() && x.strides()[3] == 1
 }
 
 /// A row that lies in the padding.
 const NOTHING: isize = isize::MIN;
 
-/// How slabs of a part of the windows lie.
-pub(crate) struct Slabs<'a> {
+/// How slabs of a part of the windows lie, which have elements of T.
+pub(crate) struct Slabs<'a, T> {
     w: &'a Windows,
     part: WindowPart,
     /// Rows of each image that are seen.
@@ -56,6 +59,7 @@ pub(crate) struct Slabs<'a> {
     /// From the windows of a row of taps to those of the next, and from slab to slab.
     pub(crate) jump: usize,
     pub(crate) stride: usize,
+    elements: PhantomData<T>,
 }
 
 /// Whether rows of taps share a slab's rows: that takes fewer.
@@ -71,13 +75,20 @@ fn rows(w: &Windows, part: &WindowPart) -> usize {
     }
 }
 
-/// From slab to slab of a part: an odd number of lines, so that they do not displace one another in the cache.
-pub(crate) fn slab_stride(w: &Windows, part: &WindowPart) -> usize {
-    (rows(w, part) * part.columns.len()).div_ceil(16) / 2 * 32 + 16
+/// From slab to slab of a part, in elements of T: an odd number of lines, so that they do not displace one another in the cache.
+pub(crate) fn slab_stride<T>(w: &Windows, part: &WindowPart) -> usize {
+    let line = 64 / size_of::<T>();
+    (rows(w, part) * part.columns.len()).div_ceil(line) / 2 * 2 * line + line
 }
 
-impl<'a> Slabs<'a> {
-    pub(crate) fn new(w: &'a Windows, x: &Tensor, part: WindowPart, table: &'a mut Vec<isize>) -> Slabs<'a> {
+/// Elements that rows of images take that are not read in place.
+pub(crate) fn room(w: &Windows, part: &WindowPart) -> usize {
+    let rows = (part.rows.len() - 1) * w.stride[0] + (w.kernel[0] - 1) * w.dilation[0] + 1;
+    part.images.len() * rows.min(w.image[0]) * w.image[1]
+}
+
+impl<'a, T: Pod> Slabs<'a, T> {
+    pub(crate) fn new(w: &'a Windows, x: &Tensor, part: WindowPart, table: &'a mut Vec<isize>) -> Slabs<'a, T> {
         let (count, width) = (part.rows.len(), part.columns.len());
         let row = |o: usize, tap: usize| {
             let h = (o * w.stride[0] + tap * w.dilation[0]).checked_sub(w.padding[0])?;
@@ -86,7 +97,7 @@ impl<'a> Slabs<'a> {
         let last = (part.rows.end - 1) * w.stride[0] + (w.kernel[0] - 1) * w.dilation[0] + 1;
         let first = (part.rows.start * w.stride[0]).saturating_sub(w.padding[0]).min(w.image[0]);
         let seen = first..last.saturating_sub(w.padding[0]).clamp(first, w.image[0]);
-        let in_place = x.dtype == DType::F32 && x.strides()[3] == 1;
+        let in_place = in_place::<T>(x);
         let place = |image: usize, h: Option<usize>| match h {
             None => NOTHING,
             Some(h) if in_place => (part.images.start + image) as isize * x.strides()[0] + h as isize * x.strides()[2],
@@ -105,27 +116,30 @@ impl<'a> Slabs<'a> {
             }
         }
         let jump = if shared { w.dilation[0] * width } else { part.images.len() * count * width };
-        let stride = slab_stride(w, &part);
-        Slabs { w, part, seen, from: table, jump, stride }
+        let stride = slab_stride::<T>(w, &part);
+        Slabs { w, part, seen, from: table, jump, stride, elements: PhantomData }
     }
 
-    /// Elements that rows of images take that are not read in place.
-    pub(crate) fn room(w: &Windows, part: &WindowPart) -> usize {
-        let rows = (part.rows.len() - 1) * w.stride[0] + (w.kernel[0] - 1) * w.dilation[0] + 1;
-        part.images.len() * rows.min(w.image[0]) * w.image[1]
-    }
-
-    /// The slabs of some channels, one for each and column of taps; `lines` has [room](Slabs::room).
-    pub(crate) fn fill(&self, x: &Images, channels: Range<usize>, lines: &mut [f32], to: &mut [f32]) {
+    /// The slabs of some channels, one for each and column of taps; `lines` has [`room`]. Rows that are not copied as they
+    /// lie in memory are written there by `load`, which is called with the channel and the place of the first element.
+    pub(crate) fn fill(
+        &self,
+        x: &Images,
+        channels: impl Iterator<Item = usize>,
+        (lines, to): (&mut [T], &mut [T]),
+        load: impl Fn(usize, usize, &mut [T]),
+    ) {
         let (s, w, part) = (x.t.strides(), self.w, &self.part);
-        let in_place = x.in_place();
+        let in_place = in_place::<T>(x.t);
         for (i, c) in channels.enumerate() {
             let first = x.t.layout.offset as isize + c as isize * s[1];
             if !in_place {
-                let rows = part.images.clone().flat_map(|n| self.seen.clone().map(move |h| (n, h)));
-                for ((n, h), line) in rows.zip(lines.chunks_exact_mut(w.image[1])) {
+                // Rows that lie one after another are loaded together.
+                let rows = if s[2] == w.image[1] as isize && s[3] == 1 { self.seen.len().max(1) } else { 1 };
+                let places = part.images.clone().flat_map(|n| self.seen.clone().step_by(rows).map(move |h| (n, h)));
+                for ((n, h), line) in places.zip(lines.chunks_exact_mut(rows * w.image[1])) {
                     let start = first + n as isize * s[0] + h as isize * s[2];
-                    load_tile(x.t.dtype, x.bytes, start as usize, s[3], line);
+                    load(c, start as usize, line);
                 }
             }
             let (from, first) = if in_place { (bytemuck::cast_slice(x.bytes), first) } else { (&*lines, 0) };
@@ -134,7 +148,7 @@ impl<'a> Slabs<'a> {
                 let (left, right) = (left.max(part.columns.start), right.min(part.columns.end));
                 let slab = &mut to[(i * w.kernel[1] + tap) * self.stride..][..self.from.len() * part.columns.len()];
                 if left >= right {
-                    slab.fill(0.0);
+                    slab.fill(T::zeroed());
                     continue;
                 }
                 let column = left * w.stride[1] + tap * w.dilation[1] - w.padding[1];
@@ -159,15 +173,15 @@ struct Inside {
 impl Inside {
     /// Zeros in the other columns of rows.
     #[inline(always)]
-    fn clear(self, rows: &mut [f32]) {
+    fn clear<T: Pod>(self, rows: &mut [T]) {
         for column in (0..self.left).chain(self.right..self.width) {
-            rows.iter_mut().skip(column).step_by(self.width).for_each(|x| *x = 0.0);
+            rows.iter_mut().skip(column).step_by(self.width).for_each(|x| *x = T::zeroed());
         }
     }
 }
 
-struct Taken<'a> {
-    from: &'a [f32],
+struct Taken<'a, T> {
+    from: &'a [T],
     first: isize,
     rows: &'a [isize],
     step: usize,
@@ -175,13 +189,13 @@ struct Taken<'a> {
 
 vectorised! {
     /// `adjacent`: whether rows that follow one another in the image do so in the slab.
-    fn fill_slab<'a>(_simd: S, slab: &'a mut [f32], taken: Taken<'a>, inside: Inside, adjacent: bool) {
+    fn fill_slab<'a, T: Pod>(_simd: S, slab: &'a mut [T], taken: Taken<'a, T>, inside: Inside, adjacent: bool) {
         let Taken { from, first, rows, step } = taken;
         let Inside { width, left, right } = inside;
         let mut r = 0;
         while r < rows.len() {
             if rows[r] == NOTHING {
-                slab[r * width..][..width].fill(0.0);
+                slab[r * width..][..width].fill(T::zeroed());
                 r += 1;
                 continue;
             }
@@ -204,7 +218,7 @@ vectorised! {
 
 /// Copies in vectors, of which the last two may overlap: a call would take longer than a short row does.
 #[inline(always)]
-fn copy(to: &mut [f32], from: &[f32]) {
+fn copy<T: Pod>(to: &mut [T], from: &[T]) {
     const LANES: usize = 16;
     let n = to.len();
     if n < LANES {
@@ -212,7 +226,7 @@ fn copy(to: &mut [f32], from: &[f32]) {
         return;
     }
     for i in (0..n - LANES).step_by(LANES).chain([n - LANES]) {
-        let vector: [f32; LANES] = from[i..][..LANES].try_into().unwrap_or([0.0; LANES]);
+        let vector: [T; LANES] = from[i..][..LANES].try_into().unwrap_or([T::zeroed(); LANES]);
         to[i..][..LANES].copy_from_slice(&vector);
     }
 }

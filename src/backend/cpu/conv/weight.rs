@@ -4,14 +4,14 @@ use std::cell::Cell;
 
 use crate::backend::cpu::conv::scratch::{MOST, with_scratch};
 use crate::backend::cpu::conv::slab::{Images, Slabs};
-use crate::backend::cpu::conv::{Conv, PRODUCT, SLABS, SLACK, WINDOWS, even, slab};
+use crate::backend::cpu::conv::steps::Element;
+use crate::backend::cpu::conv::{Conv, PRODUCT, SLABS, SLACK, WINDOWS, even, floats, slab};
 use crate::backend::cpu::convert::store_tile;
 use crate::device::cpu::blocks::Block;
-use crate::device::cpu::gemm::Floats;
 use crate::device::cpu::gemm::alone::{Left, Right};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
-use crate::{DType, Result, Tensor};
+use crate::{Result, Tensor};
 
 /// Steps of a product of which the right matrix stays in the first-level cache.
 const STEPS: usize = 256;
@@ -27,6 +27,14 @@ impl Conv {
     /// Every window times the elements that it sees, summed over all windows: of the weight's shape. Into `out` where that is given,
     /// contiguous. `windows` is contiguous.
     pub(crate) fn weight_gradient(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
+        match self.alone.of_step() {
+            f32::OF_STEP => self.gradient_from::<f32>(x, windows, out),
+            _ => self.gradient_from::<u16>(x, windows, out),
+        }
+    }
+
+    /// That, from slabs of T.
+    fn gradient_from<T: Element>(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.taps());
         let [kh, kw] = self.w.kernel;
         let out = match out {
@@ -41,15 +49,11 @@ impl Conv {
         let units = self.n.div_ceil(share.images) * self.pieces(share);
         let parts = parts.min(units);
         let of_block = self.outer * block * taps;
-        let channels = self.channels(share, block);
+        let channels = self.channels::<T>(share, block);
         let panel = self.alone.columns();
         with_host(&[&x.storage, &windows.storage], &[&out.storage], |reads, writes| {
             let images = Images { t: x, bytes: reads[0] };
-            let from = match dtype {
-                DType::F32 => Floats::F32(bytemuck::cast_slice(reads[1])),
-                DType::F16 => Floats::F16(bytemuck::cast_slice(reads[1])),
-                _ => Floats::BF16(bytemuck::cast_slice(reads[1])),
-            };
+            let from = floats(dtype, reads[1]);
             // The sums of a block: for each row of taps, channel and column of taps those of all windows' channels.
             let job = |i: usize, sums: &mut [f32]| {
                 let (range, rest) = (i / (self.groups * blocks), i % (self.groups * blocks));
@@ -61,42 +65,71 @@ impl Conv {
                     let part = self.part(share, image, piece);
                     let (count, of_image) = (part.count(), part.of_image());
                     let of_panel = self.alone.room(panel, count);
+                    // Where the last step of an image would have the first window of the next, images are copied behind one another.
+                    let apart = of_image % T::OF_STEP > 0 && part.images.len() > 1;
                     let rooms = [
-                        kw * channels * slab::slab_stride(&self.w, &part) + SLACK,
+                        kw * channels * slab::slab_stride::<T>(&self.w, &part) + SLACK,
                         self.outer.div_ceil(panel) * of_panel,
-                        Slabs::room(&self.w, &part),
+                        slab::room(&self.w, &part),
+                        channels * kw,
+                        if apart { self.outer * count } else { 0 },
                     ];
-                    with_scratch(rooms, |[slabs, panels, lines], table| {
+                    with_scratch(rooms, |[slabs, panels, lines, rests, copy], table| {
+                        let [slabs, lines]: [&mut [T]; 2] = [slabs, lines].map(bytemuck::cast_slice_mut);
+                        let copy: &mut [u16] = bytemuck::cast_slice_mut(copy);
+                        let place = |image: usize, o: usize| {
+                            let channel = (image * self.groups + group) * self.outer + o;
+                            let at = channel * self.plane() + part.rows.start * self.w.grid[1] + part.columns.start;
+                            windows.layout.offset + at
+                        };
+                        if apart {
+                            let (from, of) = (bytemuck::cast_slice(reads[1]), part.images.len());
+                            for (i, to) in copy.chunks_exact_mut(of_image).take(self.outer * of).enumerate() {
+                                to.copy_from_slice(&from[place(part.images.start + i % of, i / of)..][..of_image]);
+                            }
+                        }
                         for (p, panels) in panels.chunks_exact_mut(of_panel).enumerate() {
                             let n = panel.min(self.outer - p * panel);
+                            if apart {
+                                let copied = floats(dtype, bytemuck::cast_slice(copy));
+                                self.alone.lay_out(copied, (p * panel * count, count), (n, count), panels);
+                                continue;
+                            }
                             for (j, image) in part.images.clone().enumerate() {
-                                let channel = (image * self.groups + group) * self.outer + p * panel;
-                                let at = channel * self.plane() + part.rows.start * self.w.grid[1] + part.columns.start;
-                                let place = (windows.layout.offset + at, self.plane());
-                                let to = &mut panels[j * of_image * self.alone.whole(n)..];
-                                self.alone.lay_out(from, place, (n, of_image), to);
+                                let to = &mut panels[j * of_image / T::OF_STEP * self.alone.whole(n)..];
+                                self.alone.lay_out(from, (place(image, p * panel), self.plane()), (n, of_image), to);
                             }
                         }
                         let from = Slabs::new(&self.w, x, part, table);
                         for c in (first..last).step_by(channels) {
                             let some = c..last.min(c + channels);
-                            let of_group = |c: usize| group * self.inner + c;
-                            from.fill(&images, of_group(some.start)..of_group(some.end), lines, slabs);
+                            let of_group = some.clone().map(|c| group * self.inner + c);
+                            from.fill(&images, of_group, (&mut *lines, &mut *slabs), |_, start, to| {
+                                T::load((x, images.bytes), start, x.strides()[3], to);
+                            });
                             for (p, panels) in panels.chunks_exact(of_panel).enumerate() {
                                 let n = panel.min(self.outer - p * panel);
                                 let stride = self.alone.whole(n);
                                 // Steps of which a panel stays in the first-level cache.
-                                for begun in (0..count).step_by(STEPS) {
-                                    let steps = STEPS.min(count - begun);
+                                let mut multiply = |row: usize, left: Left, begun: usize, steps: usize| {
                                     let right = Right { data: &panels[begun * stride..], stride, times: 1, jump: 0 };
+                                    let at = (row * block + c - first) * kw * self.outer + p * panel;
+                                    let to = &mut Block::new(&mut sums[at..], some.len() * kw, n, self.outer);
+                                    let size = (some.len() * kw, n, steps);
+                                    self.alone.multiply(size, left, right, to, unit > begin || begun > 0);
+                                };
+                                let whole = count / T::OF_STEP;
+                                for begun in (0..whole).step_by(STEPS) {
                                     for row in 0..kh {
-                                        let data = &slabs[row * from.jump + begun..];
-                                        let left = Left::Rows { data, stride: from.stride };
-                                        let at = (row * block + c - first) * kw * self.outer + p * panel;
-                                        let to = &mut Block::new(&mut sums[at..], some.len() * kw, n, self.outer);
-                                        let size = (some.len() * kw, n, steps);
-                                        self.alone.multiply(size, left, right, to, unit > begin || begun > 0);
+                                        let data = &slabs[row * from.jump + begun * T::OF_STEP..];
+                                        multiply(row, T::rows(data, from.stride), begun, STEPS.min(whole - begun));
                                     }
+                                }
+                                // A window that is left over has no neighbour, not even one that is multiplied by zero.
+                                for row in 0..if count > whole * T::OF_STEP { kh } else { 0 } {
+                                    let last = slabs[row * from.jump + count - 1..].iter().step_by(from.stride);
+                                    rests.iter_mut().zip(last).for_each(|(to, x)| *to = x.step());
+                                    multiply(row, Left::Rows { data: rests, stride: 1 }, whole, 1);
                                 }
                             }
                         }

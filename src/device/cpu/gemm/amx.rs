@@ -48,6 +48,10 @@ struct Config {
     reserved: [u8; 14],
     bytes: [u16; 16],
     rows: [u8; 16],
+    // What follows is not loaded, the tile's loops read it: blocks of steps, and bytes to the next time's.
+    blocks: usize,
+    a_jump: isize,
+    b_jump: isize,
 }
 
 /// `R` rows and `N` vectors.
@@ -56,9 +60,11 @@ struct Config {
 /// As [`Function`](super::kernel::Function), of rows of pairs in `a`, a multiple of [`STEP`]; AMX [is available](is_available).
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn tile<const R: usize, const N: usize>(t: &Tile) {
-    debug_assert!(t.times == 1 && t.k > 0 && t.k.is_multiple_of(STEP));
+    debug_assert!(t.times > 0 && t.k > 0 && t.k.is_multiple_of(STEP));
     let (first, second) = (R.min(ROWS), if R > ROWS { R - ROWS } else { R });
-    let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], bytes: [0; 16], rows: [0; 16] };
+    let (blocks, a_jump, b_jump) = (t.k / STEP, t.a_jump, t.b_jump);
+    let (bytes, rows) = ([0; 16], [0; 16]);
+    let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], bytes, rows, blocks, a_jump, b_jump };
     for (i, rows) in [first, first, second, second, first, second, ROWS, ROWS].into_iter().enumerate() {
         (config.bytes[i], config.rows[i]) = (64, rows as u8);
     }
@@ -75,6 +81,8 @@ pub(super) unsafe fn tile<const R: usize, const N: usize>(t: &Tile) {
             "tilezero tmm2",
             "tilezero tmm3",
             "2:",
+            "mov {steps}, [{config} + 64]",
+            "3:",
             "tileloadd tmm4, [{a} + {a_row}]",
             "tileloadd tmm6, [{b} + {b_step}]",
             "tileloadd tmm7, [{c} + {b_step}]",
@@ -88,6 +96,12 @@ pub(super) unsafe fn tile<const R: usize, const N: usize>(t: &Tile) {
             "add {b}, {b_next}",
             "add {c}, {b_next}",
             "dec {steps}",
+            "jnz 3b",
+            "add {a}, [{config} + 72]",
+            "add {d}, [{config} + 72]",
+            "add {b}, [{config} + 80]",
+            "add {c}, [{config} + 80]",
+            "dec {times}",
             "jnz 2b",
             "mov {steps}, 128",
             "tilestored [{sums} + {steps}], tmm0",
@@ -103,7 +117,8 @@ pub(super) unsafe fn tile<const R: usize, const N: usize>(t: &Tile) {
             c = inout(reg) t.b.wrapping_add(beside) => _,
             b_step = in(reg) t.b_step,
             b_next = in(reg) STEP as isize * t.b_step,
-            steps = inout(reg) t.k / STEP => _,
+            times = inout(reg) t.times => _,
+            steps = out(reg) _,
             sums = in(reg) sums.as_mut_ptr(),
             out("tmm0") _,
             out("tmm1") _,

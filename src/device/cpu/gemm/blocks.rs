@@ -420,6 +420,7 @@ impl Region<'_> {
                         kernel(&Tile {
                             k: steps,
                             times: 1,
+                            a_jump: 0,
                             b_jump: 0,
                             a: match in_place {
                                 Some((a, row)) => {

@@ -14,10 +14,11 @@ use super::{Finish, amx};
 
 /// A tile's operands and where it goes.
 pub(super) struct Tile {
-    /// Steps: how many products, or pairs of them, every sum has; so many times, of the right matrix `b_jump` bytes behind the last
-    /// step of the time before.
+    /// Steps: how many products, or pairs of them, every sum has; so many times, of the left and the right matrix `a_jump` and `b_jump`
+    /// bytes behind the last step of the time before.
     pub(super) k: usize,
     pub(super) times: usize,
+    pub(super) a_jump: isize,
     pub(super) b_jump: isize,
     /// A panel: an element of each row, step after step. Or, [direct](Kernels::tile), rows `a_row` bytes apart in memory.
     pub(super) a: *const f32,
@@ -63,13 +64,17 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
+    /// The faster ones for bf16 of as many steps, where they are of pairs.
+    pub(super) fn of_pairs(k: usize) -> Option<&'static Kernels> {
+        Kernels::amx(k).or_else(|| Kernels::get(true).filter(|_| !amx::is_available()))
+    }
+
     /// Those of AMX, for `k` steps of bf16, where the processor has it.
     pub(super) fn amx(k: usize) -> Option<&'static Kernels> {
         (k > 0 && k.is_multiple_of(2 * amx::STEP) && amx::is_available()).then_some(&AMX)
     }
 
-    /// Those for this processor, where it has any; of pairs only where it has these and they are the faster ones, which they are not where
-    /// it has AMX.
+    /// Those of f32 and of pairs for this processor, where it has any. Where it has AMX its pairs are slower than f32.
     pub(super) fn get(pairs: bool) -> Option<&'static Kernels> {
         static KERNELS: OnceLock<[Option<&'static Kernels>; 2]> = OnceLock::new();
         let kernels = KERNELS.get_or_init(|| {
@@ -77,7 +82,7 @@ impl Kernels {
             let avx512 = avx2 && is_x86_feature_detected!("avx512f");
             let fma = avx2 && is_x86_feature_detected!("fma");
             let single = if avx512 { Some(&AVX512) } else { fma.then_some(&AVX2) };
-            [single, (avx512 && is_x86_feature_detected!("avx512bf16") && !amx::is_available()).then_some(&PAIRS)]
+            [single, (avx512 && is_x86_feature_detected!("avx512bf16")).then_some(&PAIRS)]
         });
         kernels[usize::from(pairs)]
     }
@@ -223,6 +228,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
                 a = a.add(step);
                 b = b.wrapping_byte_offset(t.b_step); // after the last one it is nowhere
             }
+            a = a.wrapping_byte_offset(t.a_jump);
             b = b.wrapping_byte_offset(t.b_jump);
         }
         for (i, sums) in sums.into_iter().enumerate() {

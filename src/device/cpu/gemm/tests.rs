@@ -281,3 +281,67 @@ fn an_empty_sum_is_zero() {
     gemm((2, 2, 0), (&mut out, place(0, 3, 1)), (&[], place(0, 0, 1)), (&[], place(0, 2, 1))).unwrap();
     assert_eq!(out, [0.0, 0.0, 7.0, 0.0, 0.0, 7.0]);
 }
+
+/// What jobs multiply for themselves: rows of bf16 in place, or panels of them, around tiles, vectors and pairs.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn products_alone() {
+    use crate::device::cpu::blocks::Block;
+    use alone::{Alone, Left, Right};
+
+    let kernels = [Alone::get(), Alone::of_pairs(8), Alone::of_pairs(64)];
+    for kernels in kernels.into_iter().flatten() {
+        let high = kernels.rows(usize::MAX);
+        let (steps, wide) = (kernels.of_step(), kernels.columns());
+        let columns = [1, wide / 2 - 1, wide / 2, wide / 2 + 1, wide - 1, wide, wide + 1, 97];
+        let sizes = [1, high - 1, high, high + 1, 37].into_iter().flat_map(|m| columns.map(|n| (m, n)));
+        for ((m, n), count) in sizes.flat_map(|size| [1, 2, 3, 17, 64, 75].map(|count| (size, count))) {
+            let number = |i: usize| bf16::from_f32(((i * 7919) % 1009) as f32 / 1009.0 - 0.5);
+            let mut x: Vec<bf16> = (0..m * count).map(number).collect();
+            let mut y: Vec<bf16> = (0..n * count).map(|i| number(i + 5)).collect();
+            let last = x.len() - 1;
+            (x[last], x[0], y[n / 2 * count]) = (bf16::NAN, bf16::INFINITY, bf16::NEG_INFINITY);
+            let k = count.div_ceil(steps);
+            let bits = |i: usize, p: usize| {
+                let at = |p: usize| if p < count { u32::from(x[i * count + p].to_bits()) } else { 0 };
+                f32::from_bits(if steps == 2 { at(2 * p) | at(2 * p + 1) << 16 } else { at(p) << 16 })
+            };
+            let rows = kernels.rows(m);
+            let mut panels = vec![f32::NAN; m * k];
+            for (i, p) in (0..m).flat_map(|i| (0..k).map(move |p| (i, p))) {
+                let first = i / rows * rows;
+                let [across, along] = kernels.panel(rows.min(m - first), k);
+                panels[first * k + (i - first) * across + p * along] = bits(i, p);
+            }
+            let in_rows: Vec<f32> = (0..m).flat_map(|i| (0..k).map(move |p| (i, p))).map(|(i, p)| bits(i, p)).collect();
+            let mut right = vec![f32::NAN; kernels.room(n, count).max(kernels.room(wide, count)) * n.div_ceil(wide)];
+            let of_panel = right.len() / n.div_ceil(wide);
+            for (panel, to) in right.chunks_exact_mut(of_panel).enumerate() {
+                let n = wide.min(n - panel * wide);
+                kernels.lay_out(Floats::BF16(&y), (panel * wide * count, count), (n, count), to);
+            }
+            for (left, add) in [
+                (Left::Panels(&panels[..]), false),
+                (Left::Rows { data: &in_rows, stride: k }, true),
+                (Left::Halves { data: bytemuck::cast_slice(&x), stride: count }, false),
+            ] {
+                if matches!(left, Left::Halves { .. }) && (steps == 1 || count % 2 > 0) {
+                    continue;
+                }
+                let mut out = vec![0.5f32; m * n];
+                for (panel, data) in right.chunks_exact(of_panel).enumerate() {
+                    let (first, wide) = (panel * wide, wide.min(n - panel * wide));
+                    let right = Right { data, stride: kernels.whole(wide), times: 1, jump: 0 };
+                    let to = &mut Block::new(&mut out[first..], m, wide, n);
+                    kernels.multiply((m, wide, k), left, right, to, add);
+                }
+                for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+                    let products = (0..count).map(|p| f64::from(x[i * count + p]) * f64::from(y[j * count + p]));
+                    let (got, want) = (f64::from(out[i * n + j]), products.sum::<f64>() + if add { 0.5 } else { 0.0 });
+                    let same = got == want || (got.is_nan() && want.is_nan()) || (got - want).abs() <= 1e-5;
+                    assert!(same, "{m} x {count} x {n}, {steps}: ({i}, {j}) is {got}, not {want}");
+                }
+            }
+        }
+    }
+}
