@@ -18,7 +18,7 @@ use clap::Parser;
 use claystone::distributed::{DataParallel, DataParallelOptions};
 use claystone::nn::Module;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
-use claystone::{Device, Result, Tensor, manual_seed, no_grad};
+use claystone::{DType, Device, Result, Tensor, manual_seed, no_grad};
 use common::{Outcome, phase};
 use model::{Gpt, Sizes, Text, windows};
 
@@ -114,7 +114,10 @@ fn main() -> Outcome {
         heads: args.heads,
         tied: args.tied,
     };
-    let mut gpt = DataParallel::new(Gpt::new(sizes, args.run.device)?, &group, DataParallelOptions::default())?;
+    // Gradients travel in the precision in which they were computed.
+    let gradient_dtype = (args.run.dtype == DType::BF16).then_some(DType::BF16);
+    let options = DataParallelOptions { gradient_dtype, ..DataParallelOptions::default() };
+    let mut gpt = DataParallel::new(Gpt::new(sizes, args.run.device)?, &group, options)?;
     args.run.print(format_args!(
         "{} ranks; {} characters, {} different ones; {} parameters; {}",
         group.size(),

@@ -9,9 +9,6 @@ use super::staging::{Staging, Steps, in_slices};
 use super::transport::{Call, Transport};
 use crate::{DType, Error, Result, Tensor};
 
-/// Bytes of a slice, all ranks' parts together: few enough to stay in a processor's caches. All ranks cut alike, on any device.
-const SLICE: usize = 1 << 20;
-
 /// Ranks' parts of a slice begin at multiples of this, where elements of every dtype may.
 const ALIGN: usize = 64;
 
@@ -111,8 +108,12 @@ fn parts(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
 }
 
 /// Slices of a part of so many bytes that each of the ranks has, and the bytes between the parts of a slice in a buffer.
-fn cut(bytes: usize, ranks: usize) -> (impl ExactSizeIterator<Item = Range<usize>> + Clone + Send, usize) {
-    let slice = (SLICE / ranks).next_multiple_of(ALIGN);
+fn cut(
+    m: &Member,
+    bytes: usize,
+    ranks: usize,
+) -> (impl ExactSizeIterator<Item = Range<usize>> + Clone + Send + use<>, usize) {
+    let slice = (m.transport.slice() / ranks).next_multiple_of(ALIGN);
     let slices = (0..bytes).step_by(slice).map(move |at| at..(at + slice).min(bytes));
     (slices, slice.min(bytes).next_multiple_of(ALIGN))
 }
@@ -157,7 +158,7 @@ fn rooms(others: &mut [u8], bytes: usize) -> impl Iterator<Item = &mut [u8]> {
 /// go out and come in for each of its bytes, however many ranks there are, and all have the same bits.
 pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n) = (m.rank(), m.size());
-    let (slices, buffer) = cut(tensors.iter().map(Tensor::numel).sum(), 1);
+    let (slices, buffer) = cut(m, tensors.iter().map(Tensor::numel).sum(), 1);
     let room = parts(buffer, n)[0].len().next_multiple_of(ALIGN);
     let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
     let exchange = |host: &mut [u8], slice: Range<usize>| {
@@ -186,6 +187,7 @@ pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: R
 
 /// Along a binomial tree whose root is the root.
 pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Result<()> {
+    let (slices, buffer) = cut(m, tensors.iter().map(Tensor::numel).sum(), 1);
     let n = m.size();
     let rank = (m.rank() + n - root) % n;
     let of_group = |rank: usize| (rank + root) % n;
@@ -201,14 +203,13 @@ pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Resu
     };
     let read = |staging: &mut Staging, slice| if rank == 0 { staging.read_all(tensors, slice) } else { Ok(()) };
     let write = |staging: &mut Staging, slice| if rank != 0 { staging.write_all(tensors, slice) } else { Ok(()) };
-    let (slices, buffer) = cut(tensors.iter().map(Tensor::numel).sum(), 1);
     in_slices(tensors[0].device(), buffer, slices, Steps { read, exchange, write })
 }
 
 /// `own` of every rank to `to`, in the order of the ranks.
 pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), own.numel());
-    let (slices, room) = cut(bytes, n);
+    let (slices, room) = cut(m, bytes, n);
     let read = |staging: &mut Staging, slice| staging.read(rank * room, own, slice);
     let exchange = |host: &mut [u8], slice: Range<usize>| {
         let mut sent: &[u8] = &[];
@@ -230,7 +231,7 @@ pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()
 /// To `to` this rank's part of what becomes of all ranks' `from`, in the order of the ranks.
 pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), to.numel());
-    let (slices, room) = cut(bytes, n);
+    let (slices, room) = cut(m, bytes, n);
     let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
     let read = |staging: &mut Staging, slice: Range<usize>| {
         (0..n).try_for_each(|p| staging.read(p * room, from, of_part(p, bytes, &slice)))
@@ -252,7 +253,7 @@ pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: 
 pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n) = (m.rank(), m.size());
     let bytes = from.numel() / n;
-    let (slices, room) = cut(bytes, n);
+    let (slices, room) = cut(m, bytes, n);
     let read = |staging: &mut Staging, slice: Range<usize>| {
         (0..n).try_for_each(|p| staging.read(p * room, from, of_part(p, bytes, &slice)))
     };
@@ -271,15 +272,15 @@ pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<(
 }
 
 pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
+    let (slices, buffer) = cut(m, bytes.numel(), 1);
     let read = |staging: &mut Staging, slice| staging.read(0, bytes, slice);
     let exchange = |host: &mut [u8], slice: Range<usize>| m.exchange([(to, &host[..slice.len()])], []);
-    let (slices, buffer) = cut(bytes.numel(), 1);
     in_slices(bytes.device(), buffer, slices, Steps { read, exchange, write: |_: &mut Staging, _| Ok(()) })
 }
 
 pub(super) fn recv(m: &mut Member, bytes: &Tensor, from: usize) -> Result<()> {
+    let (slices, buffer) = cut(m, bytes.numel(), 1);
     let exchange = |host: &mut [u8], slice: Range<usize>| m.exchange([], [(from, &mut host[..slice.len()])]);
     let write = |staging: &mut Staging, slice| staging.write(0, bytes, slice);
-    let (slices, buffer) = cut(bytes.numel(), 1);
     in_slices(bytes.device(), buffer, slices, Steps { read: |_: &mut Staging, _| Ok(()), exchange, write })
 }

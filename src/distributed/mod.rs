@@ -11,6 +11,8 @@ mod group;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod reduce;
+#[cfg(feature = "mpi")]
+mod rings;
 mod sampler;
 mod staging;
 mod sync_batch_norm;

@@ -1,21 +1,26 @@
-//! Ranks that are processes of a job under `mpirun`. MPI is used on one thread only, the rank's [`Engine`].
+//! Ranks that are processes of a job under `mpirun`. MPI is used on one thread only, the rank's [`Engine`]. Ranks of one machine
+//! send each other messages through memory that they share, which all their cores copy to and from.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ::mpi::Threading;
+use ::mpi::collective::SystemOperation;
 use ::mpi::environment::Universe;
 use ::mpi::request::{LocalScope, Request, scope};
 use ::mpi::topology::SimpleCommunicator;
-use ::mpi::traits::{Communicator, Destination, Equivalence, Source};
+use ::mpi::traits::{Communicator, CommunicatorCollectives, Destination, Equivalence, Root, Source};
 
 use super::engine::Engine;
-use super::threads::did_not_come;
-use super::transport::{Call, Fault, Transport};
+use super::rings::{Receiving, Rings, Sending};
+use super::threads::{SAME_CALLS, did_not_come};
+use super::transport::{Call, Fault, Transport, suitable_slice};
 use crate::device::profiler::at_exit;
+use crate::storage::SharedMemory;
 use crate::{Error, Result};
 
 /// The tag of the message that a rank leaves; groups' contexts come after it.
@@ -81,11 +86,14 @@ struct Mpi {
     world: Rc<SimpleCommunicator>,
     rank: usize,
     size: usize,
+    slice: usize,
     next_context: u32,
     timeout: Duration,
     ends: Ends,
     /// Ranks that have left, and why.
     left: HashMap<usize, String>,
+    /// Of the ranks of this machine, which this rank's number among them is of each.
+    rings: Option<Rc<(Rings, HashMap<usize, usize>)>>,
     /// Ends MPI when dropped, after the communicator.
     _universe: Universe,
 }
@@ -101,7 +109,21 @@ impl Mpi {
             .map_err(|e| Error::invalid(op, format!("SIGTERM cannot be watched: {e}")))?;
         let world = Rc::new(universe.world());
         let (rank, size) = (world.rank() as usize, world.size() as usize);
-        Ok(Mpi { rank, size, next_context: 1, timeout, ends, left: HashMap::new(), world, _universe: universe })
+        let rings = rings(&world).map(Rc::new);
+        let mut slice = 0;
+        world.all_reduce_into(&suitable_slice(), &mut slice, SystemOperation::min());
+        Ok(Mpi {
+            rank,
+            size,
+            slice,
+            next_context: 1,
+            timeout,
+            ends,
+            left: HashMap::new(),
+            rings,
+            world,
+            _universe: universe,
+        })
     }
 
     /// Why nothing comes of waiting for these ranks.
@@ -128,6 +150,59 @@ impl Mpi {
     }
 }
 
+/// The rings between the ranks of this machine, and the number there of each rank of the job. All ranks call it.
+fn rings(world: &SimpleCommunicator) -> Option<(Rings, HashMap<usize, usize>)> {
+    let machine = world.split_shared(world.rank());
+    let (ranks, rank) = (machine.size() as usize, machine.rank() as usize);
+    let mut numbers = vec![0i32; ranks];
+    machine.all_gather_into(&world.rank(), &mut numbers[..]);
+    let words = Rings::words(ranks)?; // alike on all of them
+    let first = machine.process_at_rank(0);
+    let created = (rank == 0).then(|| SharedMemory::create(words).ok()).flatten();
+    // A path of this machine: none is so long.
+    let mut path = [0u8; 256];
+    if let Some(name) = created.as_ref().and_then(|(_, file)| file.path().to_str()).filter(|name| name.len() < 256) {
+        path[..name.len()].copy_from_slice(name.as_bytes());
+    }
+    first.broadcast_into(&mut path[..]);
+    let name = String::from_utf8_lossy(&path);
+    let (own, file) = created.unzip();
+    let memory = own.or_else(|| SharedMemory::open(Path::new(name.trim_end_matches('\0')), words).ok());
+    // All have them or none.
+    let mut all = 0i32;
+    machine.all_reduce_into(&i32::from(memory.is_some()), &mut all, SystemOperation::min());
+    drop(file);
+    let numbers = numbers.into_iter().enumerate().map(|(number, rank)| (rank as usize, number)).collect();
+    memory.filter(|_| all == 1).map(|memory| (Rings::new(memory, ranks, rank), numbers))
+}
+
+/// What a rank sends or receives, as far as it has come.
+enum Pending<'a, 'r, 's> {
+    Mpi(Request<'s, [u8], &'r LocalScope<'s>>),
+    Sending(Sending<'a>),
+    Receiving(Receiving<'a>),
+}
+
+impl Pending<'_, '_, '_> {
+    /// Goes on with it: whether anything was done, and what is left to do.
+    fn step(self) -> Result<(bool, Option<Self>), String> {
+        let (moved, whole, left) = match self {
+            Pending::Mpi(request) => {
+                return Ok(request.test().map_or_else(|r| (false, Some(Pending::Mpi(r))), |_| (true, None)));
+            }
+            Pending::Sending(mut sending) => {
+                let (moved, whole) = sending.step();
+                (moved, whole, Pending::Sending(sending))
+            }
+            Pending::Receiving(mut receiving) => {
+                let (moved, whole) = receiving.step()?;
+                (moved, whole, Pending::Receiving(receiving))
+            }
+        };
+        Ok((moved, (!whole).then_some(left)))
+    }
+}
+
 impl Transport for Mpi {
     fn rank(&self) -> usize {
         self.rank
@@ -135,6 +210,10 @@ impl Transport for Mpi {
 
     fn size(&self) -> usize {
         self.size
+    }
+
+    fn slice(&self) -> usize {
+        self.slice
     }
 
     fn next_context(&mut self) -> &mut u32 {
@@ -148,30 +227,56 @@ impl Transport for Mpi {
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault> {
         let tag = call.context as i32 + 1;
-        let world = Rc::clone(&self.world);
+        let (world, rings) = (Rc::clone(&self.world), self.rings.clone());
+        let near = |rank: &usize| rings.as_deref().and_then(|(rings, numbers)| Some((rings, *numbers.get(rank)?)));
         scope(|scope| {
-            let mut pending: Vec<(usize, Request<[u8], &LocalScope>)> =
-                Vec::with_capacity(sends.len() + receives.len());
+            let mut pending: Vec<(usize, Pending)> = Vec::with_capacity(sends.len() + receives.len());
             for (from, into) in receives.iter_mut() {
-                let from_rank = world.process_at_rank(*from as i32);
-                pending.push((*from, from_rank.immediate_receive_into_with_tag(scope, &mut **into, tag)));
+                let receive = match near(from) {
+                    Some((rings, number)) => Pending::Receiving(rings.receive(number, call.context, into)),
+                    None => {
+                        let from = world.process_at_rank(*from as i32);
+                        Pending::Mpi(from.immediate_receive_into_with_tag(scope, &mut **into, tag))
+                    }
+                };
+                pending.push((*from, receive));
             }
             for (to, bytes) in sends {
-                pending.push((*to, world.process_at_rank(*to as i32).immediate_send_with_tag(scope, *bytes, tag)));
+                let send = match near(to) {
+                    Some((rings, number)) => Pending::Sending(rings.send(number, call.context, bytes)),
+                    None => {
+                        let to = world.process_at_rank(*to as i32);
+                        Pending::Mpi(to.immediate_send_with_tag(scope, *bytes, tag))
+                    }
+                };
+                pending.push((*to, send));
             }
             let since = Instant::now();
             let (mut came, mut looked) = (since, since);
-            while !pending.is_empty() {
-                let before = pending.len();
-                pending = pending.into_iter().filter_map(|(rank, r)| r.test().err().map(|r| (rank, r))).collect();
-                if pending.len() < before {
+            loop {
+                let mut any = false;
+                let mut left = Vec::with_capacity(pending.len());
+                for (rank, one) in pending {
+                    match one.step() {
+                        Ok((moved, rest)) => {
+                            any |= moved;
+                            left.extend(rest.map(|rest| (rank, rest)));
+                        }
+                        Err(what) => self.end(&format!("{}: rank {rank} {what}: {SAME_CALLS}", call.op)),
+                    }
+                }
+                pending = left;
+                if pending.is_empty() {
+                    break;
+                }
+                if any {
                     came = Instant::now();
                 }
                 match came.elapsed() < PATIENCE {
                     true => std::thread::yield_now(),
                     false => std::thread::sleep(NAP),
                 }
-                if pending.is_empty() || looked.elapsed() < PATIENCE {
+                if looked.elapsed() < PATIENCE {
                     continue;
                 }
                 looked = Instant::now();

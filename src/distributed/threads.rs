@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::transport::{Call, Fault, Transport};
+use super::transport::{Call, Fault, Transport, suitable_slice};
 
 /// What was sent and not received yet.
 #[derive(Default)]
@@ -88,6 +88,10 @@ impl Transport for Threads {
 
     fn size(&self) -> usize {
         self.size
+    }
+
+    fn slice(&self) -> usize {
+        suitable_slice()
     }
 
     fn next_context(&mut self) -> &mut u32 {

@@ -8,6 +8,9 @@ pub(super) trait Transport {
 
     fn size(&self) -> usize;
 
+    /// Bytes of tensors that travel at a time, on every rank.
+    fn slice(&self) -> usize;
+
     /// The least context that this rank has used in no group.
     fn next_context(&mut self) -> &mut u32;
 
@@ -25,6 +28,11 @@ pub(super) trait Transport {
 
     /// Tells the others that this rank sends nothing any more, and why.
     fn leave(&mut self, why: &str);
+}
+
+/// The slice that suits this process: with one thread little enough to stay in a processor's caches, with more enough for all.
+pub(super) fn suitable_slice() -> usize {
+    if rayon::current_num_threads() == 1 { 1 << 20 } else { 4 << 20 }
 }
 
 /// Which collective asks.

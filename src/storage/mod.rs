@@ -39,6 +39,8 @@ mod pool;
 mod registry;
 mod scope;
 mod segment;
+#[cfg(feature = "mpi")]
+mod shared_memory;
 mod stats;
 #[cfg(test)]
 mod tests;
@@ -77,4 +79,6 @@ pub use memory_mode::{MemoryMode, with_memory_mode};
 pub use pool::{PoolAllocator, StorageType};
 pub use registry::{allocator, build_allocator, set_allocator};
 pub use segment::Segment;
+#[cfg(feature = "mpi")]
+pub(crate) use shared_memory::SharedMemory;
 pub use stats::{DeviceStats, PoolStats, Stat};

@@ -277,8 +277,13 @@ fn seed() -> RngSeed {
     }
 }
 
+/// Sequences of 30 calls on average; PROPTEST_CASES=3400 makes a hundred thousand calls.
+fn cases() -> u32 {
+    std::env::var("PROPTEST_CASES").map_or(12, |cases| cases.parse().expect("a number"))
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, rng_seed: seed(), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), rng_seed: seed(), ..ProptestConfig::default() })]
 
     /// Many calls of any kind after one another in one group.
     #[test]

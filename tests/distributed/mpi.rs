@@ -4,7 +4,8 @@ use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 use claystone::Tensor;
-use claystone::distributed::{Group, ReduceOp};
+use claystone::distributed::{DataParallel, DataParallelOptions, Group, ReduceOp};
+use claystone::nn::{Linear, Module};
 
 /// Set in such processes.
 const RANKS: &str = "CLAYSTONE_TEST_RANKS";
@@ -65,10 +66,6 @@ fn rank_1_fails() {
     for call in 0..10 {
         match (&*fault, group.rank(), call) {
             ("panic", 1, 5) => panic!("as the test wants"),
-            ("kill", 1, 5) => {
-                let own = std::process::id().to_string();
-                Command::new("kill").args(["-9", &own]).status().unwrap();
-            }
             ("leave", 1, 5) => return,
             ("other", 1, 5) => group.broadcast(&x, 0).unwrap(),
             _ => group.all_reduce(&x, ReduceOp::Mean).unwrap(),
@@ -84,15 +81,76 @@ fn a_job_ends_with_a_sentence_when_a_rank_fails() {
     let debug = [("CLAYSTONE_DISTRIBUTED_DEBUG", "1"), ("CLAYSTONE_DEVICES", "none")];
     for (fault, sentences) in [
         ("panic", &["all_reduce", "rank 1", "panicked"][..]),
-        ("kill", &["all_reduce waited for rank 1"]),
         ("leave", &["all_reduce", "rank 1", "has left the group"]),
         ("other", &["broadcast of f32 [100000] root 0", "all_reduce of f32 [100000] Mean"]),
     ] {
         let environment = [debug[0], debug[1], (FAULT, fault)];
         let output = mpirun(3, &["--exact", "mpi::rank_1_fails"], &environment[usize::from(fault != "other")..]);
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success(), "{fault}: {output:?}");
-        assert!(sentences.iter().all(|part| text.contains(part)), "{fault}: {text}");
-        assert!(!text.contains("exceeded"), "{fault}: mpirun had to end the job: {text}");
+        ends_with(fault, sentences, &output);
+    }
+}
+
+fn ends_with(fault: &str, sentences: &[&str], output: &Output) {
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{fault}: {output:?}");
+    assert!(sentences.iter().all(|part| text.contains(part)), "{fault}: {text}");
+    assert!(!text.contains("exceeded"), "{fault}: mpirun had to end the job: {text}");
+}
+
+/// What the other ranks wait in when rank 1 is killed before it, and how they call it.
+type Place = (&'static str, fn(&Group, &Tensor) -> claystone::Result<()>);
+
+const PLACES: [Place; 10] = [
+    ("all_reduce", |group, x| group.all_reduce(x, ReduceOp::Sum)),
+    ("broadcast", |group, x| group.broadcast(x, 1)),
+    ("all_gather", |group, x| group.all_gather(x).map(drop)),
+    ("reduce_scatter", |group, x| group.reduce_scatter(x, ReduceOp::Max).map(drop)),
+    ("all_to_all", |group, x| group.all_to_all(x).map(drop)),
+    ("split", |group, _| group.split(Some(0), 0).map(drop)),
+    ("recv", |group, x| group.recv(x, 1)),
+    ("send", |group, x| group.send(x, 1)),
+    // The barrier is an all_reduce of nothing.
+    ("all_reduce", |group, _| group.barrier()),
+    ("all_reduce", |group, x| {
+        let net = Linear::new(100, 100, group.device())?;
+        let net = DataParallel::new(net, group, DataParallelOptions::default())?;
+        let loss = net.forward(&x.narrow(0, 0, 300)?.reshape([3, 100])?)?.sum((), false)?;
+        // Only now, so that the others are in backward.
+        killed_if_1(group);
+        loss.backward()
+    }),
+];
+
+fn killed_if_1(group: &Group) {
+    if group.rank() == 1 {
+        let own = std::process::id().to_string();
+        Command::new("kill").args(["-9", &own]).status().unwrap();
+    }
+}
+
+#[test]
+fn rank_1_is_killed() {
+    let (Some(group), Ok(place)) = (world(), std::env::var(FAULT)) else { return };
+    let place: usize = place.parse().unwrap();
+    let x = Tensor::ones(3_000_000, group.device()).unwrap();
+    for _ in 0..3 {
+        group.all_reduce(&x, ReduceOp::Mean).unwrap();
+    }
+    if place < PLACES.len() - 1 {
+        killed_if_1(group);
+    }
+    PLACES[place].1(group, &x).unwrap();
+}
+
+#[test]
+fn a_job_ends_with_a_sentence_wherever_a_rank_is_killed() {
+    if world().is_some() {
+        return;
+    }
+    for (place, (op, _)) in PLACES.iter().enumerate() {
+        let place = place.to_string();
+        let output =
+            mpirun(3, &["--exact", "mpi::rank_1_is_killed"], &[(FAULT, &place), ("CLAYSTONE_DEVICES", "none")]);
+        ends_with(&place, &[&format!("{op} waited for rank 1")], &output);
     }
 }
