@@ -19,7 +19,7 @@ struct Folder {
 }
 
 /// Where such processes have their folders.
-const FOLDER: &str = "CLAYSTONE_TEST_FOLDER";
+pub const FOLDER: &str = "CLAYSTONE_TEST_FOLDER";
 
 impl Folder {
     fn new(test: &str) -> Folder {

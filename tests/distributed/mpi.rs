@@ -44,7 +44,20 @@ fn processes_train_as_one() {
     if world().is_some() {
         return;
     }
-    on_all_ranks(4, &["training::", "--skip", "are_named"], &[], 7);
+    // Debugging compares all calls, and finds none that differs.
+    let debug = [("CLAYSTONE_DISTRIBUTED_DEBUG", "1")];
+    on_all_ranks(4, &["training::", "sync_batch_norm::", "--skip", "are_named"], &debug, 13);
+}
+
+#[test]
+fn processes_divide_optimisers_and_save_together() {
+    if world().is_some() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let environment =
+        [("CLAYSTONE_DISTRIBUTED_DEBUG", "1"), (crate::checkpoint::FOLDER, folder.path().to_str().unwrap())];
+    on_all_ranks(4, &["zero::", "checkpoint::a_job", "checkpoint::whole"], &environment, 18);
 }
 
 /// Every rank passes so many tests.
