@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use crate::storage::SharedMemory;
 
 /// Words of all rings of a machine together.
-const ALL: usize = (64 << 20) / size_of::<u64>();
+const ALL: usize = (32 << 20) / size_of::<u64>();
 
 /// The fewest words of a ring that are worth it, and the most.
 const WORDS: std::ops::RangeInclusive<usize> = (1 << 13)..=(1 << 18);
