@@ -96,11 +96,16 @@ impl Run {
             announce(self.device)?;
         }
         manual_seed(self.seed);
-        if self.snapshot.is_some() {
+        // One file: that of the first rank.
+        let (profile, snapshot) = match self.rank {
+            0 => (self.profile.as_deref(), self.snapshot.as_deref()),
+            _ => (None, None),
+        };
+        if snapshot.is_some() {
             self.device.record_memory_history(HistoryOptions { max_entries: 1_000_000, ..Default::default() })?;
         }
-        let profile = self.profile.as_deref().map(|file| Ok((Profiler::start()?, file))).transpose()?;
-        Ok(Watching { profile, snapshot: self.snapshot.as_deref().map(|file| (self.device, file)) })
+        let profile = profile.map(|file| Ok((Profiler::start()?, file))).transpose()?;
+        Ok(Watching { profile, snapshot: snapshot.map(|file| (self.device, file)) })
     }
 
     /// Prints a line, once for all ranks.

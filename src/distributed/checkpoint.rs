@@ -193,12 +193,22 @@ impl Index {
         let own: Vec<String> = (0..self.ranks).map(|rank| self.file(rank)).collect();
         for entry in std::fs::read_dir(folder)? {
             let name = entry?.file_name().to_string_lossy().into_owned();
-            if name.contains("-rank-") && name.ends_with(".safetensors") && !own.contains(&name) {
+            if is_shard(&name) && !own.contains(&name) {
                 std::fs::remove_file(folder.join(name))?;
             }
         }
         Ok(())
     }
+}
+
+/// Whether a file has a name that [`Index::file`] gives.
+fn is_shard(name: &str) -> bool {
+    let numbers: Option<Vec<&str>> = name.strip_suffix(".safetensors").and_then(|name| {
+        let (generation, rest) = name.split_once("-rank-")?;
+        let (rank, ranks) = rest.split_once("-of-")?;
+        Some(vec![generation, rank, ranks])
+    });
+    numbers.is_some_and(|numbers| numbers.iter().all(|n| n.parse::<u64>().is_ok()))
 }
 
 /// Saves what a job goes on from in a folder, which all machines see: every rank writes a file of its own with its part of each

@@ -3,14 +3,55 @@
 
 use std::ops::Range;
 
-use super::group::Membership;
 use super::reduce::ReduceOp;
-use super::staging::{Staging, Steps, in_slices};
+use super::staging::{Buffers, Staging, Steps};
 use super::transport::{Call, Transport};
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Device, Error, Result, Stream, Tensor};
 
 /// Ranks' parts of a slice begin at multiples of this, where elements of every dtype may.
 const ALIGN: usize = 64;
+
+/// Which ranks of the job a group has, and this one's part in it.
+pub(super) struct Membership {
+    /// This rank's number in the group.
+    pub rank: usize,
+    /// The group's ranks as those of the job.
+    pub ranks: Vec<usize>,
+    /// What tells the group's messages from others'.
+    pub context: u32,
+    pub device: Device,
+    /// What the collectives' copies run on, beside the work of others.
+    pub stream: Stream,
+    /// Whether calls are compared with the other ranks'.
+    pub debug: bool,
+    buffers: Buffers,
+}
+
+impl Membership {
+    pub(super) fn new(rank: usize, ranks: Vec<usize>, context: u32, device: Device, debug: bool) -> Result<Membership> {
+        let (stream, buffers) = (Stream::new(device)?, Buffers::default());
+        Ok(Membership { rank, ranks, context, device, stream, debug, buffers })
+    }
+}
+
+impl Membership {
+    /// Does one call of the group's. Where it fails this rank leaves the job, for the others wait for it.
+    pub(super) fn call<R>(
+        &self,
+        transport: &mut dyn Transport,
+        op: &'static str,
+        call: Option<String>,
+        f: impl FnOnce(&mut Member) -> Result<R>,
+    ) -> Result<R> {
+        let mut m = Member { transport, of: self, op };
+        let compared = call.filter(|_| self.debug).map_or(Ok(()), |call| m.compare(&call));
+        let result = compared.and_then(|()| f(&mut m));
+        if let Err(e) = &result {
+            transport.leave(&format!("failed in {e}"));
+        }
+        result
+    }
+}
 
 /// This rank in a group, for one call.
 pub(super) struct Member<'a> {
@@ -19,11 +60,7 @@ pub(super) struct Member<'a> {
     op: &'static str,
 }
 
-impl<'a> Member<'a> {
-    pub(super) fn new(transport: &'a mut dyn Transport, of: &'a Membership, op: &'static str) -> Member<'a> {
-        Member { transport, of, op }
-    }
-
+impl Member<'_> {
     fn rank(&self) -> usize {
         self.of.rank
     }
@@ -61,7 +98,7 @@ impl<'a> Member<'a> {
     }
 
     /// Fails where the ranks do not all make this call.
-    pub(super) fn compare(&mut self, call: &str) -> Result<()> {
+    fn compare(&mut self, call: &str) -> Result<()> {
         let mut text = [0; 120];
         for (to, from) in text.iter_mut().zip(call.bytes()) {
             *to = from;
@@ -107,7 +144,7 @@ fn parts(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
     (0..ranks).map(|rank| (rank * share).min(bytes)..((rank + 1) * share).min(bytes)).collect()
 }
 
-/// Slices of a part of so many bytes that each of the ranks has, and the bytes between the parts of a slice in a buffer.
+/// Slices of a part of so many bytes that each of the ranks has, and the distance from a rank's part of a slice to the next rank's.
 fn cut(
     m: &Member,
     bytes: usize,
@@ -159,6 +196,7 @@ fn rooms(others: &mut [u8], bytes: usize) -> impl Iterator<Item = &mut [u8]> {
 pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n) = (m.rank(), m.size());
     let (slices, buffer) = cut(m, tensors.iter().map(Tensor::numel).sum(), 1);
+    let buffers = &m.of.buffers;
     let room = parts(buffer, n)[0].len().next_multiple_of(ALIGN);
     let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
     let exchange = |host: &mut [u8], slice: Range<usize>| {
@@ -182,12 +220,13 @@ pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: R
     };
     let read = |staging: &mut Staging, slice| staging.read_all(tensors, slice);
     let write = |staging: &mut Staging, slice| staging.write_all(tensors, slice);
-    in_slices(tensors[0].device(), buffer, slices, Steps { read, exchange, write })
+    buffers.in_slices(tensors[0].device(), buffer, slices, Steps { read, exchange, write })
 }
 
 /// Along a binomial tree whose root is the root.
 pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Result<()> {
     let (slices, buffer) = cut(m, tensors.iter().map(Tensor::numel).sum(), 1);
+    let buffers = &m.of.buffers;
     let n = m.size();
     let rank = (m.rank() + n - root) % n;
     let of_group = |rank: usize| (rank + root) % n;
@@ -203,13 +242,14 @@ pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Resu
     };
     let read = |staging: &mut Staging, slice| if rank == 0 { staging.read_all(tensors, slice) } else { Ok(()) };
     let write = |staging: &mut Staging, slice| if rank != 0 { staging.write_all(tensors, slice) } else { Ok(()) };
-    in_slices(tensors[0].device(), buffer, slices, Steps { read, exchange, write })
+    buffers.in_slices(tensors[0].device(), buffer, slices, Steps { read, exchange, write })
 }
 
 /// `own` of every rank to `to`, in the order of the ranks.
 pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), own.numel());
     let (slices, room) = cut(m, bytes, n);
+    let buffers = &m.of.buffers;
     let read = |staging: &mut Staging, slice| staging.read(rank * room, own, slice);
     let exchange = |host: &mut [u8], slice: Range<usize>| {
         let mut sent: &[u8] = &[];
@@ -225,13 +265,14 @@ pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()
     let write = |staging: &mut Staging, slice: Range<usize>| {
         (0..n).try_for_each(|p| staging.write(p * room, to, of_part(p, bytes, &slice)))
     };
-    in_slices(own.device(), n * room, slices, Steps { read, exchange, write })
+    buffers.in_slices(own.device(), n * room, slices, Steps { read, exchange, write })
 }
 
 /// To `to` this rank's part of what becomes of all ranks' `from`, in the order of the ranks.
 pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), to.numel());
     let (slices, room) = cut(m, bytes, n);
+    let buffers = &m.of.buffers;
     let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
     let read = |staging: &mut Staging, slice: Range<usize>| {
         (0..n).try_for_each(|p| staging.read(p * room, from, of_part(p, bytes, &slice)))
@@ -246,7 +287,7 @@ pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: 
         Ok(())
     };
     let write = |staging: &mut Staging, slice| staging.write(0, to, slice);
-    in_slices(from.device(), n * room, slices, Steps { read, exchange, write })
+    buffers.in_slices(from.device(), n * room, slices, Steps { read, exchange, write })
 }
 
 /// Part p of `from` to rank p; from there to part p of `to`.
@@ -254,6 +295,7 @@ pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<(
     let (rank, n) = (m.rank(), m.size());
     let bytes = from.numel() / n;
     let (slices, room) = cut(m, bytes, n);
+    let buffers = &m.of.buffers;
     let read = |staging: &mut Staging, slice: Range<usize>| {
         (0..n).try_for_each(|p| staging.read(p * room, from, of_part(p, bytes, &slice)))
     };
@@ -268,19 +310,21 @@ pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<(
     let write = |staging: &mut Staging, slice: Range<usize>| {
         (0..n).try_for_each(|p| staging.write((n + p) * room, to, of_part(p, bytes, &slice)))
     };
-    in_slices(from.device(), 2 * n * room, slices, Steps { read, exchange, write })
+    buffers.in_slices(from.device(), 2 * n * room, slices, Steps { read, exchange, write })
 }
 
 pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
     let (slices, buffer) = cut(m, bytes.numel(), 1);
+    let buffers = &m.of.buffers;
     let read = |staging: &mut Staging, slice| staging.read(0, bytes, slice);
     let exchange = |host: &mut [u8], slice: Range<usize>| m.exchange([(to, &host[..slice.len()])], []);
-    in_slices(bytes.device(), buffer, slices, Steps { read, exchange, write: |_: &mut Staging, _| Ok(()) })
+    buffers.in_slices(bytes.device(), buffer, slices, Steps { read, exchange, write: |_: &mut Staging, _| Ok(()) })
 }
 
 pub(super) fn recv(m: &mut Member, bytes: &Tensor, from: usize) -> Result<()> {
     let (slices, buffer) = cut(m, bytes.numel(), 1);
+    let buffers = &m.of.buffers;
     let exchange = |host: &mut [u8], slice: Range<usize>| m.exchange([], [(from, &mut host[..slice.len()])]);
     let write = |staging: &mut Staging, slice| staging.write(0, bytes, slice);
-    in_slices(bytes.device(), buffer, slices, Steps { read: |_: &mut Staging, _| Ok(()), exchange, write })
+    buffers.in_slices(bytes.device(), buffer, slices, Steps { read: |_: &mut Staging, _| Ok(()), exchange, write })
 }

@@ -14,8 +14,8 @@ use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
 pub struct DataParallelOptions {
     /// Bytes of gradients that travel together: 25 MiB, as in PyTorch. A bucket is sent as soon as backward has its gradients.
     pub bucket_bytes: usize,
-    /// Whether a backward need not reach every parameter on every rank; costs a small collective each time. Without it such a
-    /// backward is an error that names the parameters.
+    /// Whether a backward need not reach every parameter on every rank, as long as it reaches one. Gradients then travel only
+    /// when backward has ended, and a small collective is added. Without it such a backward is an error that names the parameters.
     pub find_unused_parameters: bool,
     /// Whether each recorded forward begins with the buffers of rank 0, such as running statistics.
     pub broadcast_buffers: bool,
@@ -277,7 +277,11 @@ impl Reducer {
         }
         let mut pass = self.pass();
         pass.gradients[i] = Some(grad.detach());
-        self.send_complete(&mut pass)
+        match self.options.find_unused_parameters {
+            // A rank that does not reach one would send later, and collectives of the module's own might come between.
+            true => Ok(()),
+            false => self.send_complete(&mut pass),
+        }
     }
 
     /// What an optimiser has of the gradients, which is sent to it from now on.

@@ -1,5 +1,6 @@
 //! The thread of a rank that talks to the others: collectives run there one after another, in the order of the calls.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
@@ -35,7 +36,11 @@ impl Engine {
                 Err(e) => return drop(made.send(Err(e))),
             };
             let _ = made.send(Ok((transport.rank(), transport.size())));
-            todo.into_iter().for_each(|job| job(&mut transport));
+            for job in todo {
+                if catch_unwind(AssertUnwindSafe(|| job(&mut transport))).is_err() {
+                    return transport.leave("panicked in a collective");
+                }
+            }
             transport.leave("has left the group: it made fewer calls than the others, or ended with an error");
         };
         let thread = Builder::new().name("claystone-ranks".into()).spawn(body);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::collective::{self, Member};
+use super::collective::{self, Member, Membership};
 use super::engine::{Engine, Work};
 use super::reduce::ReduceOp;
 use super::threads::Threads;
@@ -19,42 +19,29 @@ use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 /// let groups = Group::threads(&[Device::Cpu, Device::Cpu])?;
 /// std::thread::scope(|scope| {
 ///     for group in groups {
-///         scope.spawn(move || -> claystone::Result<()> {
-///             let x = Tensor::full([2, 2], group.rank() as f32 + 1.0, group.device())?;
-///             group.all_reduce(&x, ReduceOp::Sum)?;
-///             assert_eq!(x.to_vec::<f32>()?, [3.0; 4]);
-///             Ok(())
+///         scope.spawn(move || {
+///             let x = Tensor::full([2, 2], group.rank() as f32 + 1.0, group.device()).unwrap();
+///             group.all_reduce(&x, ReduceOp::Sum).unwrap();
+///             assert_eq!(x.to_vec::<f32>().unwrap(), [3.0; 4]);
 ///         });
 ///     }
 /// });
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// Tensors stay on their devices: what travels goes through memory of the host. Collectives run on a thread of the group's, in
-/// the order of the calls; each has a form that returns at once with [`Work`] to wait for. Until that is done nobody may write
-/// to its tensors. Reductions have the same bits on every rank, and in every run with as many ranks.
+/// Tensors stay on their devices: what travels goes through memory of the host. Collectives run on a thread of the rank's, one
+/// after another in the order of the calls, also those of groups that were [split](Self::split) from this one: ranks call what
+/// they call together in one order. Each collective has a form that returns at once with [`Work`] to wait for. Until that is done nobody
+/// may write to its tensors. Reductions have the same bits on every rank, and in every run with as many ranks.
 ///
-/// Where a rank fails, the others' calls fail with [`Error::Rank`], which names it. Calls that the ranks do not make alike are
-/// found by the sizes of what arrives, or after `CLAYSTONE_DISTRIBUTED_TIMEOUT` seconds (600); with
-/// `CLAYSTONE_DISTRIBUTED_DEBUG=1` every call is compared with the other ranks' first, and the error says who calls what.
+/// Where a rank fails, the others' calls fail with [`Error::Rank`], which names it; after an error the groups of a job are of no
+/// more use. Calls that the ranks do not make alike are found by the sizes of what arrives, or after
+/// `CLAYSTONE_DISTRIBUTED_TIMEOUT` seconds (600), which is also how long a rank may be late; with `CLAYSTONE_DISTRIBUTED_DEBUG=1`
+/// every collective, though no `send` or `recv`, is compared with the other ranks' first, and the error says who calls what.
 #[derive(Clone)]
 pub struct Group {
     engine: Arc<Engine>,
     member: Arc<Membership>,
-}
-
-/// Which ranks of the job a group has.
-pub(super) struct Membership {
-    /// This rank's number in the group.
-    pub rank: usize,
-    /// The group's ranks as those of the job.
-    pub ranks: Vec<usize>,
-    /// What tells the group's messages from others'.
-    pub context: u32,
-    device: Device,
-    /// What the collectives' copies run on, beside the work of others.
-    stream: Stream,
-    debug: bool,
 }
 
 impl Group {
@@ -81,7 +68,7 @@ impl Group {
     /// All ranks of the job, under `mpirun` or its kin; alone where there is none. The device of a rank is, of those that there
     /// are (`CLAYSTONE_DEVICES`), the one of its number on its machine; the CPU where there are none.
     ///
-    /// MPI ends when the process does. A rank that fails, or is killed, ends the job with one sentence on the standard error
+    /// This starts MPI, which ends when the process does. A rank that fails, or is killed, ends the job with one sentence on the standard error
     /// stream, instead of the error that threads have: messages under way cannot be taken back.
     ///
     /// # Errors
@@ -90,7 +77,7 @@ impl Group {
     pub fn world() -> Result<Group> {
         let op = "Group::world";
         let engine = super::mpi::engine(op, timeout(op)?)?;
-        let local = super::mpi::local_rank().unwrap_or(engine.rank);
+        let local = super::mpi::local_rank();
         let devices: Vec<Device> = Device::all().into_iter().filter(|d| *d != Device::Cpu).collect();
         let device = devices.get(local % devices.len().max(1)).copied().unwrap_or(Device::Cpu);
         Group::of_job(engine, device)
@@ -98,8 +85,8 @@ impl Group {
 
     fn of_job(engine: Arc<Engine>, device: Device) -> Result<Group> {
         let (rank, ranks) = (engine.rank, (0..engine.size).collect());
-        let (stream, debug) = (Stream::new(device)?, is_on("CLAYSTONE_DISTRIBUTED_DEBUG"));
-        Ok(Group { engine, member: Arc::new(Membership { rank, ranks, context: 0, device, stream, debug }) })
+        let member = Membership::new(rank, ranks, 0, device, is_on("CLAYSTONE_DISTRIBUTED_DEBUG"))?;
+        Ok(Group { engine, member: Arc::new(member) })
     }
 
     /// This rank's number in the group, from 0.
@@ -125,12 +112,11 @@ impl Group {
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Group>> {
         let member = Arc::clone(&self.member);
         let job = move |transport: &mut dyn Transport| {
-            collective::split(&mut Member::new(transport, &member, "split"), color, key)
+            member.call(transport, "split", Some("split".into()), |m| collective::split(m, color, key))
         };
         let Some((ranks, context)) = self.engine.submit("split", job).wait()? else { return Ok(None) };
         let rank = ranks.iter().position(|&rank| rank == self.engine.rank).expect("this rank gave the color");
-        let Membership { device, debug, .. } = *self.member;
-        let member = Membership { rank, ranks, context, device, stream: Stream::new(device)?, debug };
+        let member = Membership::new(rank, ranks, context, self.device(), self.member.debug)?;
         Ok(Some(Group { engine: Arc::clone(&self.engine), member: Arc::new(member) }))
     }
 
@@ -366,7 +352,7 @@ impl Group {
         self.in_place_unchecked(op, Some(call), tensors, f)
     }
 
-    /// One whose strides leave gaps, or repeat elements, is changed through a copy. Alone in the group it is as it would become.
+    /// One whose strides leave gaps is changed through a copy. In a group of one there is nothing to do.
     fn in_place_unchecked(
         &self,
         op: &'static str,
@@ -378,15 +364,20 @@ impl Group {
             let reason = "the tensor requires a gradient: detach() it, or call it in no_grad".into();
             return Err(Error::Autograd { op, reason });
         }
+        if let Some(t) = tensors.iter().find(|t| t.layout.may_alias_itself()) {
+            let reason = format!("several elements of a tensor of strides {:?} are one: give a clone()", t.strides());
+            return Err(Error::invalid(op, reason));
+        }
         if self.size() == 1 {
             return Ok(Work::done(op, ()));
         }
         let targets: Vec<Tensor> = tensors.iter().map(|t| t.detach()).collect();
         let (dense, own) = self.dense(&targets)?;
         self.submit(op, call, &dense, move |m, bytes| {
-            f(m, bytes)?;
             let mut copied = targets.iter().zip(&own).filter(|(target, own)| !target.shares_storage(own));
-            copied.try_for_each(|(target, own)| target.copy_(own).map(|_| ()))
+            let done = f(m, bytes).and_then(|()| copied.try_for_each(|(target, own)| target.copy_(own).map(|_| ())));
+            // While the targets are here: their memory may be another tensor's afterwards.
+            Stream::current(targets[0].device())?.synchronize().and(done)
         })
     }
 
@@ -423,8 +414,8 @@ impl Group {
         })
     }
 
-    /// Runs `f` on the group's thread with the bytes of contiguous tensors of one device, behind what this thread has submitted to its
-    /// device; all copies are done when it ends. Where it fails this rank leaves the job, for the others wait for it.
+    /// Runs `f` on the rank's thread with the bytes of contiguous tensors of one device, behind what this thread has submitted to
+    /// its device; all copies are done when it ends.
     fn submit<R: Send + 'static>(
         &self,
         op: &'static str,
@@ -441,20 +432,12 @@ impl Group {
                 true => member.stream.clone(),
                 false => Stream::current(device)?,
             };
-            let result = with_stream(&stream, || {
+            with_stream(&stream, || {
                 stream.wait_event(&submitted)?;
-                let mut m = Member::new(transport, &member, op);
-                if let Some(call) = call.filter(|_| member.debug) {
-                    m.compare(&call)?;
-                }
-                let result = f(&mut m, &bytes)?;
+                let result = member.call(transport, op, call, |m| f(m, &bytes))?;
                 stream.synchronize()?;
                 Ok(result)
-            });
-            if let Err(e) = &result {
-                transport.leave(&format!("failed in {e}"));
-            }
-            result
+            })
         };
         Ok(self.engine.submit(op, job))
     }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use ::mpi::Threading;
@@ -22,6 +22,9 @@ use super::transport::{Call, Fault, Transport, suitable_slice};
 use crate::device::profiler::at_exit;
 use crate::storage::SharedMemory;
 use crate::{Error, Result};
+
+/// Set to 0, for all ranks, it has those of one machine send each other messages through MPI too.
+const SHARED_MEMORY: &str = "CLAYSTONE_DISTRIBUTED_SHARED_MEMORY";
 
 /// The tag of the message that a rank leaves; groups' contexts come after it.
 const LEAVES: i32 = 0;
@@ -76,10 +79,11 @@ extern "C" fn end() {
     }
 }
 
-/// The number of this process among those of its machine, as launchers tell it.
-pub(super) fn local_rank() -> Option<usize> {
-    let keys = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID"];
-    keys.iter().find_map(|key| std::env::var(key).ok()?.parse().ok())
+/// The number of this process among those of its machine.
+static LOCAL_RANK: OnceLock<usize> = OnceLock::new();
+
+pub(super) fn local_rank() -> usize {
+    LOCAL_RANK.get().copied().unwrap_or_default()
 }
 
 struct Mpi {
@@ -92,7 +96,7 @@ struct Mpi {
     ends: Ends,
     /// Ranks that have left, and why.
     left: HashMap<usize, String>,
-    /// Of the ranks of this machine, which this rank's number among them is of each.
+    /// The rings between the ranks of this machine, and the number there of each rank of the job.
     rings: Option<Rc<(Rings, HashMap<usize, usize>)>>,
     /// Ends MPI when dropped, after the communicator.
     _universe: Universe,
@@ -104,11 +108,13 @@ impl Mpi {
         let Some((universe, _)) = started else {
             return Err(Error::invalid(op, "MPI has been started in this process by someone else, or has ended"));
         };
-        let idle = Arc::clone(&ends.terminated);
-        signal_hook::flag::register(signal_hook::consts::SIGTERM, idle)
-            .map_err(|e| Error::invalid(op, format!("SIGTERM cannot be watched: {e}")))?;
         let world = Rc::new(universe.world());
         let (rank, size) = (world.rank() as usize, world.size() as usize);
+        if size > 1 {
+            // With which `mpirun` ends a job: the next collective says what it waited for.
+            signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&ends.terminated))
+                .map_err(|e| Error::invalid(op, format!("SIGTERM cannot be watched: {e}")))?;
+        }
         let rings = rings(&world).map(Rc::new);
         let mut slice = 0;
         world.all_reduce_into(&suitable_slice(), &mut slice, SystemOperation::min());
@@ -154,8 +160,12 @@ impl Mpi {
 fn rings(world: &SimpleCommunicator) -> Option<(Rings, HashMap<usize, usize>)> {
     let machine = world.split_shared(world.rank());
     let (ranks, rank) = (machine.size() as usize, machine.rank() as usize);
+    let _ = LOCAL_RANK.set(rank); // MPI starts once
     let mut numbers = vec![0i32; ranks];
     machine.all_gather_into(&world.rank(), &mut numbers[..]);
+    if std::env::var(SHARED_MEMORY).is_ok_and(|value| value == "0") {
+        return None;
+    }
     let words = Rings::words(ranks)?; // alike on all of them
     let first = machine.process_at_rank(0);
     let created = (rank == 0).then(|| SharedMemory::create(words).ok()).flatten();
@@ -172,13 +182,19 @@ fn rings(world: &SimpleCommunicator) -> Option<(Rings, HashMap<usize, usize>)> {
     let mut all = 0i32;
     machine.all_reduce_into(&i32::from(memory.is_some()), &mut all, SystemOperation::min());
     drop(file);
+    if all == 0 && rank == 0 {
+        tracing::warn!(
+            "the ranks of this machine share no memory, /dev/shm is full or missing: MPI carries their messages"
+        );
+    }
     let numbers = numbers.into_iter().enumerate().map(|(number, rank)| (rank as usize, number)).collect();
     memory.filter(|_| all == 1).map(|memory| (Rings::new(memory, ranks, rank), numbers))
 }
 
 /// What a rank sends or receives, as far as it has come.
 enum Pending<'a, 'r, 's> {
-    Mpi(Request<'s, [u8], &'r LocalScope<'s>>),
+    /// With the bytes that are expected, of one that is received.
+    Mpi(Request<'s, [u8], &'r LocalScope<'s>>, Option<usize>),
     Sending(Sending<'a>),
     Receiving(Receiving<'a>),
 }
@@ -187,9 +203,16 @@ impl Pending<'_, '_, '_> {
     /// Goes on with it: whether anything was done, and what is left to do.
     fn step(self) -> Result<(bool, Option<Self>), String> {
         let (moved, whole, left) = match self {
-            Pending::Mpi(request) => {
-                return Ok(request.test().map_or_else(|r| (false, Some(Pending::Mpi(r))), |_| (true, None)));
-            }
+            Pending::Mpi(request, expected) => match request.test() {
+                Err(request) => return Ok((false, Some(Pending::Mpi(request, expected)))),
+                Ok(status) => {
+                    let got = status.count(u8::equivalent_datatype()) as usize;
+                    return match expected.filter(|&expected| expected != got) {
+                        Some(expected) => Err(format!("sends {got} bytes where {expected} are expected")),
+                        None => Ok((true, None)),
+                    };
+                }
+            },
             Pending::Sending(mut sending) => {
                 let (moved, whole) = sending.step();
                 (moved, whole, Pending::Sending(sending))
@@ -236,7 +259,8 @@ impl Transport for Mpi {
                     Some((rings, number)) => Pending::Receiving(rings.receive(number, call.context, into)),
                     None => {
                         let from = world.process_at_rank(*from as i32);
-                        Pending::Mpi(from.immediate_receive_into_with_tag(scope, &mut **into, tag))
+                        let expected = Some(into.len());
+                        Pending::Mpi(from.immediate_receive_into_with_tag(scope, &mut **into, tag), expected)
                     }
                 };
                 pending.push((*from, receive));
@@ -246,13 +270,14 @@ impl Transport for Mpi {
                     Some((rings, number)) => Pending::Sending(rings.send(number, call.context, bytes)),
                     None => {
                         let to = world.process_at_rank(*to as i32);
-                        Pending::Mpi(to.immediate_send_with_tag(scope, *bytes, tag))
+                        Pending::Mpi(to.immediate_send_with_tag(scope, *bytes, tag), None)
                     }
                 };
                 pending.push((*to, send));
             }
             let since = Instant::now();
             let (mut came, mut looked) = (since, since);
+            let mut fault: Option<Fault> = None;
             loop {
                 let mut any = false;
                 let mut left = Vec::with_capacity(pending.len());
@@ -269,6 +294,12 @@ impl Transport for Mpi {
                 if pending.is_empty() {
                     break;
                 }
+                // What a rank sent before it left has come by now.
+                if let Some(Fault { rank, reason }) = fault.filter(|f| pending.iter().any(|(rank, _)| *rank == f.rank))
+                {
+                    self.end(&format!("{}: rank {rank} {reason}", call.op));
+                }
+                fault = None;
                 if any {
                     came = Instant::now();
                 }
@@ -287,9 +318,7 @@ impl Transport for Mpi {
                 if self.ends.terminated.load(Relaxed) {
                     self.end(&format!("the job was ended while {} waited for rank {}", call.op, ranks[0]));
                 }
-                if let Some(Fault { rank, reason }) = self.fault(&ranks, since) {
-                    self.end(&format!("{}: rank {rank} {reason}", call.op));
-                }
+                fault = self.fault(&ranks, since);
             }
         });
         Ok(())

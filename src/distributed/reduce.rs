@@ -2,8 +2,8 @@
 
 use bytemuck::Zeroable;
 use half::{bf16, f16};
-use rayon::prelude::*;
 
+use crate::device::cpu::parallel;
 use crate::{DType, Error, Result};
 
 /// What becomes of the ranks' values of an element (PyTorch's `ReduceOp`).
@@ -22,7 +22,7 @@ pub enum ReduceOp {
 /// Elements that are reduced at a time, in the first-level cache.
 const TILE: usize = 512;
 
-/// Tiles that are worth a thread.
+/// Tiles that a thread reduces at a time.
 const TILES: usize = 32;
 
 /// A type of elements and the one that it is reduced in.
@@ -120,20 +120,18 @@ fn fold<T: Reduced>(
 ) {
     let ranks: Vec<&[T]> = ranks.iter().map(|bytes| bytemuck::cast_slice(bytes)).collect();
     let out: &mut [T] = bytemuck::cast_slice_mut(out);
-    let tile = |(i, out): (usize, &mut [T])| {
-        let mut sums = [T::In::zeroed(); TILE];
-        let sums = &mut sums[..out.len()];
-        for (k, rank) in ranks.iter().enumerate() {
-            let values = &rank[i * TILE..][..out.len()];
-            match k {
-                0 => sums.iter_mut().zip(values).for_each(|(sum, v)| *sum = v.widen()),
-                _ => sums.iter_mut().zip(values).for_each(|(sum, v)| *sum = step(*sum, v.widen())),
+    parallel::for_each_chunk(out, TILES * TILE, |i, out| {
+        for (j, out) in out.chunks_mut(TILE).enumerate() {
+            let mut sums = [T::In::zeroed(); TILE];
+            let sums = &mut sums[..out.len()];
+            for (k, rank) in ranks.iter().enumerate() {
+                let values = &rank[(i * TILES + j) * TILE..][..out.len()];
+                match k {
+                    0 => sums.iter_mut().zip(values).for_each(|(sum, v)| *sum = v.widen()),
+                    _ => sums.iter_mut().zip(values).for_each(|(sum, v)| *sum = step(*sum, v.widen())),
+                }
             }
+            out.iter_mut().zip(sums).for_each(|(out, sum)| *out = T::narrow(last(*sum)));
         }
-        out.iter_mut().zip(sums).for_each(|(out, sum)| *out = T::narrow(last(*sum)));
-    };
-    match rayon::current_num_threads() {
-        1 => out.chunks_mut(TILE).enumerate().for_each(tile), // not on another thread, which would have to be woken
-        _ => out.par_chunks_mut(TILE).with_min_len(TILES).enumerate().for_each(tile),
-    }
+    });
 }

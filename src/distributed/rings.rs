@@ -3,8 +3,7 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use rayon::prelude::*;
-
+use crate::device::cpu::{parallel, threads};
 use crate::storage::SharedMemory;
 
 /// Words of all rings of a machine together.
@@ -18,7 +17,7 @@ const HEAD: usize = 16;
 const READ: usize = 8;
 
 /// Bytes that a thread copies at a time.
-const PIECE: usize = 1 << 15;
+const PIECE: usize = 1 << 16;
 
 /// The rings between so many ranks.
 pub(super) struct Rings {
@@ -91,7 +90,9 @@ impl Sending<'_> {
             (self.bytes, written, room) = (later, written + words as u64, room - words);
             head[0].store(written, Release); // the other rank reads them while the next are written
         }
-        head[0].store(written, Release);
+        if written != before {
+            head[0].store(written, Release); // a rank that waits leaves the line to the one that writes
+        }
         (written != before, self.begun && self.bytes.is_empty())
     }
 }
@@ -136,24 +137,23 @@ impl Receiving<'_> {
             (self.bytes, read) = (later, read + words as u64);
             head[READ].store(read, Release); // the other rank writes there while the next are read
         }
-        head[READ].store(read, Release);
+        if read != before {
+            head[READ].store(read, Release);
+        }
         Ok((read != before, self.begun && self.bytes.is_empty()))
     }
 }
 
 /// Words that are copied before the other rank is told of them: few enough that both copy at once, enough for all threads.
 fn at_a_time() -> usize {
-    if is_alone() { 1 << 14 } else { 1 << 17 }
-}
-
-/// Whether there is one thread only: another one would have to be woken.
-fn is_alone() -> bool {
-    rayon::current_num_threads() == 1
+    if threads() == 1 { 1 << 14 } else { 1 << 16 }
 }
 
 /// Bytes into as many words as they need.
 fn write(bytes: &[u8], words: &[AtomicU64]) {
-    let piece = |(bytes, words): (&[u8], &[AtomicU64])| {
+    parallel::for_each_index(bytes.len().div_ceil(PIECE), |i| {
+        let bytes = &bytes[i * PIECE..bytes.len().min((i + 1) * PIECE)];
+        let words = &words[i * PIECE / 8..];
         let whole = bytes.chunks_exact(8);
         if let (last @ [_, ..], Some(word)) = (whole.remainder(), words.get(bytes.len() / 8)) {
             let mut padded = [0; 8];
@@ -163,16 +163,13 @@ fn write(bytes: &[u8], words: &[AtomicU64]) {
         for (bytes, word) in whole.zip(words) {
             word.store(u64::from_ne_bytes(bytes.try_into().expect("eight bytes")), Relaxed);
         }
-    };
-    match bytes.len() <= PIECE || is_alone() {
-        true => piece((bytes, words)),
-        false => bytes.par_chunks(PIECE).zip(words.par_chunks(PIECE / 8)).for_each(piece),
-    }
+    });
 }
 
 /// Bytes out of as many words as they need.
 fn read_into(bytes: &mut [u8], words: &[AtomicU64]) {
-    let piece = |(bytes, words): (&mut [u8], &[AtomicU64])| {
+    parallel::for_each_chunk(bytes, PIECE, |i, bytes| {
+        let words = &words[i * PIECE / 8..];
         let last_word = words.get(bytes.len() / 8);
         let mut whole = bytes.chunks_exact_mut(8);
         for (bytes, word) in whole.by_ref().zip(words) {
@@ -182,11 +179,7 @@ fn read_into(bytes: &mut [u8], words: &[AtomicU64]) {
             let padded = word.load(Relaxed).to_ne_bytes();
             last.copy_from_slice(&padded[..last.len()]);
         }
-    };
-    match bytes.len() <= PIECE || is_alone() {
-        true => piece((bytes, words)),
-        false => bytes.par_chunks_mut(PIECE).zip(words.par_chunks(PIECE / 8)).for_each(piece),
-    }
+    });
 }
 
 #[cfg(test)]

@@ -1,8 +1,10 @@
 //! Bytes of the host that tensors' slices are copied to and from, and how the slices of a collective follow each other.
 
 use std::ops::Range;
+use std::panic::resume_unwind;
 use std::sync::mpsc::channel;
-use std::thread::{Builder, scope};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, ScopedJoinHandle, scope};
 
 use crate::{DType, Device, Error, HostArray, Result, Stream, Tensor, with_stream};
 
@@ -10,7 +12,11 @@ use crate::{DType, Device, Error, HostArray, Result, Stream, Tensor, with_stream
 const UNDER_WAY: usize = 3;
 
 /// A buffer of the host: pinned where the device is one of OpenCL's.
-pub(super) struct Staging(Option<HostArray<u8>>);
+pub(super) struct Staging {
+    /// None while it is copied to or from.
+    host: Option<HostArray<u8>>,
+    device: Device,
+}
 
 impl Staging {
     fn new(bytes: usize, device: Device) -> Result<Staging> {
@@ -19,11 +25,15 @@ impl Staging {
             Device::Cpu => host,
             _ => host.pin_memory(device)?,
         };
-        Ok(Staging(Some(host.into_host()?)))
+        Ok(Staging { host: Some(host.into_host()?), device })
+    }
+
+    fn len(&self) -> usize {
+        self.host.as_ref().map_or(0, |host| host.len())
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        self.0.as_mut().expect("whole between calls")
+        self.host.as_mut().expect("whole between copies")
     }
 
     /// Copies from these bytes of `from` to those from `at` on.
@@ -47,9 +57,9 @@ impl Staging {
     }
 
     fn copy(&mut self, f: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
-        let host = self.0.take().expect("whole between calls").into_tensor();
+        let host = self.host.take().expect("whole between copies").into_tensor();
         let copied = f(&host);
-        self.0 = Some(host.into_host()?);
+        self.host = Some(host.into_host()?);
         copied
     }
 }
@@ -87,75 +97,108 @@ pub(super) struct Steps<R, E, W> {
     pub write: W,
 }
 
-/// Does the steps of a collective slice by slice, through staging buffers of so many bytes. On an OpenCL device a slice is
-/// exchanged while the next one is read and the last one is written, each on a stream of its own.
-pub(super) fn in_slices<R, E, W>(
-    device: Device,
-    buffer: usize,
-    slices: impl ExactSizeIterator<Item = Range<usize>> + Send,
-    steps: Steps<R, E, W>,
-) -> Result<()>
-where
-    R: Fn(&mut Staging, Range<usize>) -> Result<()> + Send,
-    E: FnMut(&mut [u8], Range<usize>) -> Result<()>,
-    W: Fn(&mut Staging, Range<usize>) -> Result<()> + Send,
-{
-    let Steps { read, mut exchange, write } = steps;
-    if device.is_cpu() || slices.len() < 2 {
-        let mut staging = Staging::new(buffer, device)?;
-        return slices.into_iter().try_for_each(|slice| {
-            read(&mut staging, slice.clone())?;
-            exchange(staging.bytes(), slice.clone())?;
-            write(&mut staging, slice)
-        });
+/// The buffers of a group's collectives, kept from one to the next: pinned memory takes long to make.
+#[derive(Default)]
+pub(super) struct Buffers(Mutex<Vec<Staging>>);
+
+impl Buffers {
+    fn kept(&self) -> MutexGuard<'_, Vec<Staging>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
-    let (reading, writing) = (Stream::current(device)?, Stream::new(device)?);
-    // What was submitted before may still read what is written.
-    let submitted = reading.record_event()?;
-    let (give_back, free) = channel();
-    for _ in 0..UNDER_WAY {
-        let _ = give_back.send(Staging::new(buffer, device)?);
+
+    /// One of at least so many bytes.
+    fn take(&self, bytes: usize, device: Device) -> Result<Staging> {
+        let mut kept = self.kept();
+        match kept.iter().position(|one| one.device == device && one.len() >= bytes) {
+            Some(at) => Ok(kept.swap_remove(at)),
+            None => Staging::new(bytes.next_power_of_two(), device),
+        }
     }
-    let (to_exchange, to_be_exchanged) = channel();
-    let (to_write, to_be_written) = channel::<(Staging, Range<usize>)>();
-    // A step that fails drops its ends of the channels, which ends the others: the first error is the one to tell.
-    let reader = move || {
-        with_stream(&reading, || {
+
+    /// Keeps the largest.
+    fn give_back(&self, staging: Staging) {
+        let mut kept = self.kept();
+        kept.push(staging);
+        if kept.len() > UNDER_WAY {
+            kept.sort_by_key(|one| std::cmp::Reverse(one.len()));
+            kept.truncate(UNDER_WAY);
+        }
+    }
+
+    /// Does the steps of a collective slice by slice, through staging buffers of so many bytes. On an OpenCL device a slice is
+    /// exchanged while the next one is read and the last one is written, each on a stream of its own.
+    pub(super) fn in_slices<R, E, W>(
+        &self,
+        device: Device,
+        buffer: usize,
+        slices: impl ExactSizeIterator<Item = Range<usize>> + Send,
+        steps: Steps<R, E, W>,
+    ) -> Result<()>
+    where
+        R: Fn(&mut Staging, Range<usize>) -> Result<()> + Send,
+        E: FnMut(&mut [u8], Range<usize>) -> Result<()>,
+        W: Fn(&mut Staging, Range<usize>) -> Result<()> + Send,
+    {
+        let Steps { read, mut exchange, write } = steps;
+        if device.is_cpu() || slices.len() < 2 {
+            let mut staging = self.take(buffer, device)?;
             for slice in slices {
-                let Ok(mut staging) = free.recv() else { break };
                 read(&mut staging, slice.clone())?;
-                if to_exchange.send((staging, slice)).is_err() {
-                    break;
-                }
-            }
-            Ok(())
-        })
-    };
-    let writer = move || {
-        with_stream(&writing, || {
-            writing.wait_event(&submitted)?;
-            for (mut staging, slice) in to_be_written {
+                exchange(&mut staging.bytes()[..buffer], slice.clone())?;
                 write(&mut staging, slice)?;
-                let _ = give_back.send(staging); // the reader may have read its last slice
             }
-            writing.synchronize()
-        })
-    };
-    scope(|scope| {
-        let start = |name: &str| Builder::new().name(name.into());
-        let cannot = |e| Error::invalid("distributed", format!("no thread can be started: {e}"));
-        let reader = start("claystone-read").spawn_scoped(scope, reader).map_err(cannot)?;
-        let writer = start("claystone-write").spawn_scoped(scope, writer).map_err(cannot)?;
-        let exchanged = to_be_exchanged.into_iter().try_for_each(|(mut staging, slice)| {
-            exchange(staging.bytes(), slice.clone())?;
-            let _ = to_write.send((staging, slice)); // where the writer has failed, the reader ends too
-            Ok(())
-        });
-        drop(to_write);
-        let ended = |thread: std::thread::ScopedJoinHandle<Result<()>>| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            self.give_back(staging);
+            return Ok(());
+        }
+        let (reading, writing) = (Stream::current(device)?, Stream::new(device)?);
+        // What was submitted before may still read what is written.
+        let submitted = reading.record_event()?;
+        let (give_back, free) = channel();
+        for _ in 0..UNDER_WAY {
+            let _ = give_back.send(self.take(buffer, device)?);
+        }
+        let (to_exchange, to_be_exchanged) = channel();
+        let (to_write, to_be_written) = channel::<(Staging, Range<usize>)>();
+        // A step that fails drops its ends of the channels, which ends the others.
+        let reader = move || {
+            with_stream(&reading, || {
+                for slice in slices {
+                    let Ok(mut staging) = free.recv() else { break };
+                    read(&mut staging, slice.clone())?;
+                    if to_exchange.send((staging, slice)).is_err() {
+                        break;
+                    }
+                }
+                drop(to_exchange);
+                free.into_iter().for_each(|staging| self.give_back(staging));
+                Ok(())
+            })
         };
-        let (read, written) = (ended(reader), ended(writer));
-        read.and(exchanged).and(written)
-    })
+        let writer = move || {
+            with_stream(&writing, || {
+                writing.wait_event(&submitted)?;
+                for (mut staging, slice) in to_be_written {
+                    write(&mut staging, slice)?;
+                    let _ = give_back.send(staging); // the reader may have failed
+                }
+                writing.synchronize()
+            })
+        };
+        scope(|scope| {
+            let start = |name: &str| Builder::new().name(name.into());
+            let cannot = |e| Error::invalid("distributed", format!("no thread can be started: {e}"));
+            let reader = start("claystone-read").spawn_scoped(scope, reader).map_err(cannot)?;
+            let writer = start("claystone-write").spawn_scoped(scope, writer).map_err(cannot)?;
+            let exchanged = to_be_exchanged.into_iter().try_for_each(|(mut staging, slice)| {
+                exchange(&mut staging.bytes()[..buffer], slice.clone())?;
+                let _ = to_write.send((staging, slice)); // where the writer has failed, the reader ends too
+                Ok(())
+            });
+            drop(to_write);
+            let ended =
+                |thread: ScopedJoinHandle<Result<()>>| thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+            let (read, written) = (ended(reader), ended(writer));
+            read.and(written).and(exchanged)
+        })
+    }
 }

@@ -6,6 +6,9 @@ use std::time::{Duration, Instant};
 
 use super::transport::{Call, Fault, Transport, suitable_slice};
 
+/// Messages that a rank sends another before the first is received.
+const AHEAD: usize = 4;
+
 /// What was sent and not received yet.
 #[derive(Default)]
 struct Mail {
@@ -45,23 +48,37 @@ impl Threads {
         (0..size).map(|rank| Threads { rank, size, office: Arc::clone(&office), next_context: 1, timeout }).collect()
     }
 
-    fn receive(&self, call: Call, from: usize, into: &mut [u8]) -> Result<(), Fault> {
+    /// Waits for another rank until `ready` gives something.
+    fn wait<R>(&self, peer: usize, mut ready: impl FnMut(&mut Mail) -> Option<R>) -> Result<R, Fault> {
         let deadline = Instant::now() + self.timeout;
         let mut mail = self.office.lock();
-        let message = loop {
-            if let Some(message) = mail.messages.get_mut(&(from, self.rank, call.context)).and_then(VecDeque::pop_front)
-            {
-                break message;
+        loop {
+            if let Some(result) = ready(&mut mail) {
+                drop(mail);
+                self.office.changed.notify_all();
+                return Ok(result);
             }
-            if let Some(why) = mail.left.get(&from) {
-                return Err(Fault { rank: from, reason: why.clone() });
+            if let Some(why) = mail.left.get(&peer) {
+                return Err(Fault { rank: peer, reason: why.clone() });
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else {
-                return Err(Fault { rank: from, reason: did_not_come(self.timeout) });
+                return Err(Fault { rank: peer, reason: did_not_come(self.timeout) });
             };
             mail = self.office.changed.wait_timeout(mail, left).unwrap_or_else(PoisonError::into_inner).0;
-        };
-        drop(mail);
+        }
+    }
+
+    fn send(&self, call: Call, to: usize, bytes: &[u8]) -> Result<(), Fault> {
+        let mut message = Some(bytes.to_vec());
+        self.wait(to, |mail| {
+            let queue = mail.messages.entry((self.rank, to, call.context)).or_default();
+            (queue.len() < AHEAD).then(|| queue.extend(message.take()))
+        })
+    }
+
+    fn receive(&self, call: Call, from: usize, into: &mut [u8]) -> Result<(), Fault> {
+        let key = (from, self.rank, call.context);
+        let message = self.wait(from, |mail| mail.messages.get_mut(&key).and_then(VecDeque::pop_front))?;
         if message.len() != into.len() {
             let reason = format!("sends {} bytes where {} are expected: {SAME_CALLS}", message.len(), into.len());
             return Err(Fault { rank: from, reason });
@@ -104,14 +121,10 @@ impl Transport for Threads {
         sends: &[(usize, &[u8])],
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault> {
-        let messages: Vec<(usize, Vec<u8>)> = sends.iter().map(|(to, bytes)| (*to, bytes.to_vec())).collect();
-        {
-            let mut mail = self.office.lock();
-            for (to, message) in messages {
-                mail.messages.entry((self.rank, to, call.context)).or_default().push_back(message);
-            }
+        if let Some(why) = self.office.lock().left.get(&self.rank) {
+            return Err(Fault { rank: self.rank, reason: why.clone() });
         }
-        self.office.changed.notify_all();
+        sends.iter().try_for_each(|(to, bytes)| self.send(call, *to, bytes))?;
         receives.iter_mut().try_for_each(|(from, into)| self.receive(call, *from, into))
     }
 

@@ -1,5 +1,6 @@
 //! What carries bytes between the ranks of a job.
 
+use crate::device::cpu::threads;
 use crate::{Error, Result};
 
 /// Bytes between ranks, all at once. Ranks are those of the whole job; `context` tells the groups apart that it is split into.
@@ -32,7 +33,7 @@ pub(super) trait Transport {
 
 /// The slice that suits this process: with one thread little enough to stay in a processor's caches, with more enough for all.
 pub(super) fn suitable_slice() -> usize {
-    if rayon::current_num_threads() == 1 { 1 << 20 } else { 4 << 20 }
+    if threads() == 1 { 1 << 20 } else { 4 << 20 }
 }
 
 /// Which collective asks.

@@ -185,9 +185,11 @@ fn a_folder_has_the_last_whole_checkpoint() {
     let mut step = 0usize;
     load_checkpoint(&path, &mut [("step", &mut step)]).unwrap();
     assert_eq!(step, 2);
-    // The next one replaces it, and what the failed one left.
+    // The next one replaces it, and what the failed one left, and no file of the user's.
+    std::fs::write(path.join("predictions-rank-0.safetensors"), "mine").unwrap();
     job(1, &path, Saved::Sharded, 2..4);
-    assert_eq!(files(&path), ["2-rank-0-of-1.safetensors", "index.safetensors"]);
+    let want = ["2-rank-0-of-1.safetensors", "index.safetensors", "predictions-rank-0.safetensors"];
+    assert_eq!(files(&path), want);
 }
 
 #[test]

@@ -255,6 +255,8 @@ fn bad_arguments_are_told_and_nothing_is_sent() {
         assert!(group.send(&ints, group.rank()).unwrap_err().to_string().contains("itself"));
         let leaf = Tensor::zeros(2, group.device())?.requires_grad_(true)?;
         assert!(matches!(group.all_reduce(&leaf, ReduceOp::Sum), Err(Error::Autograd { .. })));
+        let repeated = Tensor::zeros(1, group.device())?.expand(3)?;
+        assert!(group.all_reduce(&repeated, ReduceOp::Sum).unwrap_err().to_string().contains("give a clone()"));
         group.barrier()
     });
     assert!(Group::threads(&[]).is_err());

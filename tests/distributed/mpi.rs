@@ -36,7 +36,7 @@ fn collectives_between_processes() {
         return;
     }
     on_all_ranks(5, &["collectives::"], &[("CLAYSTONE_DEVICES", "none"), ("CLAYSTONE_DISTRIBUTED_DEBUG", "1")], 9);
-    on_all_ranks(5, &["collectives::"], &[], 9);
+    on_all_ranks(5, &["collectives::"], &[("CLAYSTONE_DISTRIBUTED_SHARED_MEMORY", "0")], 9);
 }
 
 #[test]
