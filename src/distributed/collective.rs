@@ -1,5 +1,8 @@
 //! How collectives go over a transport, on the bytes of tensors: in slices, each brought to the host, exchanged, reduced and
 //! brought back, so that no more of the host's memory is needed than for a few.
+//!
+//! A *part* of a slice is what one rank reduces and then gives to all; the others' values of it are received in *rooms* of one
+//! size, which begin where elements of every dtype may.
 
 use std::ops::Range;
 
@@ -176,17 +179,17 @@ impl Aligned {
     }
 }
 
-/// All ranks' versions of this rank's part, reduced into `result`: `own` and what is in `others`, in the order of the ranks.
+/// All ranks' values of this rank's part, reduced into `result`: `own` and what is in `others`, in the order of the ranks.
 fn reduce_part(rank: usize, own: &[u8], others: &[u8], (dtype, op): (DType, ReduceOp), result: &mut [u8]) {
     if own.is_empty() {
         return;
     }
-    let mut versions: Vec<&[u8]> = others.chunks(own.len().next_multiple_of(ALIGN)).map(|v| &v[..own.len()]).collect();
-    versions.insert(rank, own);
-    op.reduce(dtype, &versions, result);
+    let mut values: Vec<&[u8]> = others.chunks(own.len().next_multiple_of(ALIGN)).map(|v| &v[..own.len()]).collect();
+    values.insert(rank, own);
+    op.reduce(dtype, &values, result);
 }
 
-/// Where the others' versions of a part of so many bytes are received.
+/// Where the others' values of a part of so many bytes are received.
 fn rooms(others: &mut [u8], bytes: usize) -> impl Iterator<Item = &mut [u8]> {
     others.chunks_mut(bytes.next_multiple_of(ALIGN).max(1)).map(move |room| &mut room[..bytes])
 }
@@ -202,10 +205,10 @@ pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: R
     let exchange = |host: &mut [u8], slice: Range<usize>| {
         let parts = parts(slice.len(), n);
         let own = parts[rank].clone();
-        let versions = &mut others.get()[..own.len().next_multiple_of(ALIGN) * (n - 1)];
-        m.exchange(m.others().map(|p| (p, &host[parts[p].clone()])), m.others().zip(rooms(versions, own.len())))?;
+        let values = &mut others.get()[..own.len().next_multiple_of(ALIGN) * (n - 1)];
+        m.exchange(m.others().map(|p| (p, &host[parts[p].clone()])), m.others().zip(rooms(values, own.len())))?;
         let reduced = &mut reduced.get()[..own.len()];
-        reduce_part(rank, &host[own.clone()], versions, (dtype, op), reduced);
+        reduce_part(rank, &host[own.clone()], values, (dtype, op), reduced);
         host[own].copy_from_slice(reduced);
         let mut rest = host;
         let mut receives = Vec::with_capacity(n);
@@ -278,11 +281,11 @@ pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: 
         (0..n).try_for_each(|p| staging.read(p * room, from, of_part(p, bytes, &slice)))
     };
     let exchange = |host: &mut [u8], slice: Range<usize>| {
-        let versions = &mut others.get()[..slice.len().next_multiple_of(ALIGN) * (n - 1)];
+        let values = &mut others.get()[..slice.len().next_multiple_of(ALIGN) * (n - 1)];
         let sends = m.others().map(|p| (p, &host[p * room..][..slice.len()]));
-        m.exchange(sends, m.others().zip(rooms(versions, slice.len())))?;
+        m.exchange(sends, m.others().zip(rooms(values, slice.len())))?;
         let reduced = &mut reduced.get()[..slice.len()];
-        reduce_part(rank, &host[rank * room..][..slice.len()], versions, (dtype, op), reduced);
+        reduce_part(rank, &host[rank * room..][..slice.len()], values, (dtype, op), reduced);
         host[..slice.len()].copy_from_slice(reduced);
         Ok(())
     };

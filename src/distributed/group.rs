@@ -65,11 +65,11 @@ impl Group {
             .collect()
     }
 
-    /// All ranks of the job, under `mpirun` or its kin; alone where there is none. The device of a rank is, of those that there
-    /// are (`CLAYSTONE_DEVICES`), the one of its number on its machine; the CPU where there are none.
+    /// All ranks of the job, under `mpirun` or another launcher of MPI; alone where there is none. The device of a rank is, of
+    /// those that there are (`CLAYSTONE_DEVICES`), the one of its number on its machine; the CPU where there are none.
     ///
-    /// This starts MPI, which ends when the process does. A rank that fails, or is killed, ends the job with one sentence on the standard error
-    /// stream, instead of the error that threads have: messages under way cannot be taken back.
+    /// This starts MPI, which ends when the process does. A rank that fails, or is killed, ends the job with one sentence on the
+    /// standard error stream, instead of the error that threads have: messages under way cannot be taken back.
     ///
     /// # Errors
     /// [`Error::Invalid`] where MPI is used by another library, or has ended.

@@ -97,7 +97,8 @@ pub(super) struct Steps<R, E, W> {
     pub write: W,
 }
 
-/// The buffers of a group's collectives, kept from one to the next: pinned memory takes long to make.
+/// The buffers of a group's collectives, three of the largest slice at most, kept from one to the next: pinned memory takes long
+/// to make.
 #[derive(Default)]
 pub(super) struct Buffers(Mutex<Vec<Staging>>);
 

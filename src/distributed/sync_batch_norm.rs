@@ -13,7 +13,7 @@ use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape,
 /// checkpoints fit both; in evaluation it is the same.
 ///
 /// Forward and backward each send a few numbers a channel, which every rank waits for: all ranks run the same layers in one
-/// order. Its gradients have no gradients.
+/// order. It cannot be differentiated twice.
 ///
 /// ```
 /// use claystone::distributed::{Group, SyncBatchNorm};
