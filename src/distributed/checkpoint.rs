@@ -99,9 +99,9 @@ fn fail(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> Error 
 }
 
 /// Saves what a job goes on from in one file, which rank 0 writes, as [`io::save_checkpoint`] does; of a
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) it has what the whole optimiser would save, so that one process can go on from it
-/// as well. All ranks call it, and it returns when the file is there. Of parts that are not divided among the ranks it has
-/// rank 0's.
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) it has what the whole optimiser would save, so that one process
+/// can go on from it as well. All ranks call it, and it returns when the file is there. What is not divided among the ranks is
+/// saved as rank 0 has it.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group};
@@ -212,8 +212,8 @@ fn is_shard(name: &str) -> bool {
 }
 
 /// Saves what a job goes on from in a folder, which all machines see: every rank writes a file of its own with its part of each
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), rank 0 also what is not divided. All ranks call it. The folder has the
-/// checkpoint before until every file of this one is on the disk.
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), rank 0 also what is not divided. All ranks call it. The folder
+/// has the checkpoint before until every file of this one is on the disk.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group, ZeroRedundancyOptimizer};
@@ -253,8 +253,8 @@ pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &
     agreed(op, group, if group.rank() == 0 { committed() } else { Ok(()) })
 }
 
-/// Goes on from what [`save_checkpoint`] or [`save_sharded_checkpoint`] saved, on as many ranks as there are now, or in one process
-/// without a group. Every rank reads all of it, and has it in the host's memory meanwhile.
+/// Goes on from what [`save_checkpoint`] or [`save_sharded_checkpoint`] saved, on as many ranks as there are now, or in one
+/// process without a group. Every rank reads all of it, and has it in the host's memory meanwhile.
 ///
 /// # Errors
 /// As [`io::load_checkpoint`]; [`Error::Invalid`] for a folder without a checkpoint and for parts of a tensor that are missing.

@@ -147,7 +147,8 @@ fn parts(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
     (0..ranks).map(|rank| (rank * share).min(bytes)..((rank + 1) * share).min(bytes)).collect()
 }
 
-/// Slices of a part of so many bytes that each of the ranks has, and the distance from a rank's part of a slice to the next rank's.
+/// Slices of a part of so many bytes that each of the ranks has, and the distance from a rank's part of a slice to the next
+/// rank's.
 fn cut(
     m: &Member,
     bytes: usize,

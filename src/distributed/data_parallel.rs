@@ -15,7 +15,8 @@ pub struct DataParallelOptions {
     /// Bytes of gradients that travel together: 25 MiB, as in PyTorch. A bucket is sent as soon as backward has its gradients.
     pub bucket_bytes: usize,
     /// Whether a backward need not reach every parameter on every rank, as long as it reaches one. Gradients then travel only
-    /// when backward has ended, and a small collective is added. Without it such a backward is an error that names the parameters.
+    /// when backward has ended, and a small collective is added. Without it such a backward is an error that names the
+    /// parameters.
     pub find_unused_parameters: bool,
     /// Whether each recorded forward begins with the buffers of rank 0, such as running statistics.
     pub broadcast_buffers: bool,

@@ -31,8 +31,8 @@ use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 ///
 /// Tensors stay on their devices: what travels goes through memory of the host. Collectives run on a thread of the rank's, one
 /// after another in the order of the calls, also those of groups that were [split](Self::split) from this one: ranks call what
-/// they call together in one order. Each collective has a form that returns at once with [`Work`] to wait for. Until that is done nobody
-/// may write to its tensors. Reductions have the same bits on every rank, and in every run with as many ranks.
+/// they call together in one order. Each collective has a form that returns at once with [`Work`] to wait for. Until that is
+/// done nobody may write to its tensors. Reductions have the same bits on every rank, and in every run with as many ranks.
 ///
 /// Where a rank fails, the others' calls fail with [`Error::Rank`], which names it; after an error the groups of a job are of no
 /// more use. Calls that the ranks do not make alike are found by the sizes of what arrives, or after

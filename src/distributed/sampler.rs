@@ -24,9 +24,9 @@ impl Default for DistributedSamplerConfig {
     }
 }
 
-/// Gives each rank its share of a data set, of the same size on all (PyTorch's `DistributedSampler`): of the epoch's order, which
-/// all ranks have alike, a rank has every `group.size()`-th item. So the ranks' batches number i are together the same items, however
-/// many ranks there are, where batch sizes are divided by their number.
+/// Gives each rank its share of a data set, of the same size on all (PyTorch's `DistributedSampler`): of the epoch's order,
+/// which all ranks have alike, a rank has every `group.size()`-th item. So the ranks' batches number i are together the same
+/// items, however many ranks there are, where batch sizes are divided by their number.
 ///
 /// Clones share the epoch: the loader has one, and [`set_epoch`](Self::set_epoch) is called on another.
 ///

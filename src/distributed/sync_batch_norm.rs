@@ -9,8 +9,8 @@ use crate::tensor::TensorOptions;
 use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
 
 /// [`BatchNorm`] whose mean and variance in training are those of all ranks' batches together (PyTorch's
-/// `torch.nn.SyncBatchNorm`), for `[N, C, ..]`. Ranks may have batches of different sizes. Its names are those of [`BatchNorm`], so that
-/// checkpoints fit both; in evaluation it is the same.
+/// `torch.nn.SyncBatchNorm`), for `[N, C, ..]`. Ranks may have batches of different sizes. Its names are those of
+/// [`BatchNorm`], so that checkpoints fit both; in evaluation it is the same.
 ///
 /// Forward and backward each send a few numbers a channel, which every rank waits for: all ranks run the same layers in one
 /// order. It cannot be differentiated twice.

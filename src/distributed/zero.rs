@@ -1,9 +1,10 @@
 //! Optimisers of which every rank has a part (ZeRO, stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
 //! Trillion Parameter Models").
 //!
-//! The parameters of a bucket of [`DataParallel`] lie in one buffer, their gradients in another; both have as many equal parts as
-//! there are ranks. Backward leaves a rank the mean of its part of the gradients (`reduce_scatter`), the rank's optimiser steps its part
-//! of the parameters, and `all_gather` brings the parts to all ranks: together as many bytes as `all_reduce` sends.
+//! The parameters of a bucket of [`DataParallel`] lie in one buffer, their gradients in another; both have as many equal parts
+//! as there are ranks. Backward leaves a rank the mean of its part of the gradients (`reduce_scatter`), the rank's optimiser
+//! steps its part of the parameters, and `all_gather` brings the parts to all ranks: together as many bytes as `all_reduce`
+//! sends.
 
 use std::sync::Arc;
 
@@ -18,8 +19,9 @@ use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
 const OP: &str = "ZeroRedundancyOptimizer";
 
 /// An optimiser whose state is divided among the ranks (ZeRO, stage 1; PyTorch's `ZeroRedundancyOptimizer`): each has that of
-/// `1 / group.size()` of the parameters' elements, f32 master weights of halves included, and steps these. Training is the same as with
-/// the whole optimiser on every rank, in the same number of bytes that travel; the part of the gradients is sent while backward computes the rest.
+/// `1 / group.size()` of the parameters' elements, f32 master weights of halves included, and steps these. Training is the same
+/// as with the whole optimiser on every rank, in the same number of bytes that travel; the part of the gradients is sent while
+/// backward computes the rest.
 ///
 /// Any optimiser that works element by element can be divided. It is made of parts of the parameters: tensors of the parameters'
 /// ranks, `[1, .., 1, n]`, of which `n` elements are this rank's, maybe none.
@@ -209,8 +211,8 @@ impl Shards {
 }
 
 impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
-    /// Of all parameters of a model that require a gradient. `make` makes the optimiser of this rank's parts of them, which have the
-    /// parameters' names: `AdamW::grouped(parameters, |_, _| config)` of all alike. All ranks call it.
+    /// Of all parameters of a model that require a gradient. `make` makes the optimiser of this rank's parts of them, which
+    /// have the parameters' names: `AdamW::grouped(parameters, |_, _| config)` of all alike. All ranks call it.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a model that was converted after [`DataParallel::new`] or that has such an optimiser already;
@@ -266,9 +268,9 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         &self.inner
     }
 
-    /// Scales all ranks' gradients down so that the norm of all of them together is at most `max_norm`; gives the norm before, a
-    /// scalar ([`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_), which sees this rank's part only). All ranks call it; it
-    /// waits for their norms.
+    /// Scales all ranks' gradients down so that the norm of all of them together is at most `max_norm`; gives the norm before,
+    /// a scalar ([`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_), which sees this rank's part only). All ranks call
+    /// it; it waits for their norms.
     ///
     /// # Errors
     /// As there; those of collectives.
