@@ -14,7 +14,7 @@ use tempfile::TempDir;
 /// What a process does before it ends, by name.
 type End = (&'static str, fn(Device));
 
-const ENDS: [End; 3] = [
+const ENDS: [End; 4] = [
     ("work is queued", |device| queue(device, 20).unwrap()),
     ("exit is called", |device| {
         queue(device, 1).unwrap();
@@ -24,7 +24,27 @@ const ENDS: [End; 3] = [
         thread::spawn(move || while queue(device, 5).is_ok() {});
         thread::sleep(Duration::from_millis(50));
     }),
+    ("children are forked", |device| {
+        queue(device, 1).unwrap();
+        (0..100).for_each(|_| registers_in_a_child());
+    }),
 ];
+
+/// A child that is forked while exit handlers are registered, on account of the driver, can register one.
+fn registers_in_a_child() {
+    // SAFETY: the child calls C functions only, which do not unwind, and ends without a destructor.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: the same; where the handler cannot be registered, the alarm ends the child.
+        unsafe {
+            libc::alarm(10);
+            libc::_exit(libc::atexit(linger))
+        };
+    }
+    let mut status = 0;
+    // SAFETY: the place for the status lives.
+    assert_eq!((unsafe { libc::waitpid(child, &mut status, 0) }, status), (child, 0));
+}
 
 /// Work of several kernels on three streams, for which nobody waits.
 fn queue(device: Device, operations: usize) -> Result<()> {

@@ -191,9 +191,9 @@ fn main_thread_ends() {
 #[cfg(all(target_os = "linux", target_env = "gnu", not(miri)))]
 mod glibc {
     use std::ffi::{c_int, c_void};
-    use std::process;
-    use std::ptr;
-    use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
+    use std::sync::Once;
+    use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
+    use std::{process, ptr, thread};
 
     unsafe extern "C" {
         /// Registers a destructor of the calling thread, which C++ compilers do for objects of threads.
@@ -206,6 +206,8 @@ mod glibc {
         static __dso_handle: u8;
         /// `atexit` for functions that are told the status, with an argument of their own.
         fn on_exit(handler: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
+        /// Has functions called before a fork, and after it in the parent and in the child.
+        fn pthread_atfork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern "C" fn()) -> c_int;
     }
 
     /// Called when this is loaded: by the main thread before `main`, or by whichever loads the library.
@@ -228,10 +230,31 @@ mod glibc {
         super::main_thread_ends();
     }
 
+    /// Held while the handler is registered, and while a process is forked. `on_exit` takes the C library's lock of exit
+    /// handlers: a child that was forked meanwhile would have it held by a thread that it does not have, and wait for it as
+    /// soon as it registers a handler itself, as C++ does for static objects.
+    static REGISTERS: AtomicBool = AtomicBool::new(false);
+
+    extern "C" fn hold() {
+        while REGISTERS.swap(true, SeqCst) {
+            thread::yield_now();
+        }
+    }
+
+    extern "C" fn let_go() {
+        REGISTERS.store(false, SeqCst);
+    }
+
     pub(super) fn register() {
+        static FORKS: Once = Once::new();
+        // SAFETY: the handlers are functions of the type that C wants, and do not unwind. Without memory for them, which is
+        // all that can fail, a fork does not wait.
+        FORKS.call_once(|| _ = unsafe { pthread_atfork(hold, let_go, let_go) });
+        hold();
         // SAFETY: the handler is a function of the type that C wants, does not unwind, and ignores its argument. Without
         // memory for it, which is all that can fail, the process ends as it would have.
         unsafe { on_exit(at_exit, ptr::null_mut()) };
+        let_go();
     }
 
     extern "C" fn at_exit(status: c_int, _: *mut c_void) {

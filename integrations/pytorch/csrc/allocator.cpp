@@ -1,0 +1,235 @@
+// The allocator: data pointers are addresses of a range that nobody may read, so that arithmetic on them works and the host's reading
+// them faults at once. Each stands for a block, which is one storage of claystone's, taken when it is first used: what an operation
+// writes as a whole can then take the storage that claystone computed it in, without a copy.
+#include "storage.h"
+
+#include <c10/util/Exception.h>
+#include <sys/mman.h>
+
+#include <bit>
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace claystone_torch {
+namespace {
+
+constexpr size_t SMALLEST = 512; // of ranges; data pointers are aligned so
+constexpr size_t ROUNDED_TO = 16; // storages are whole numbers of elements of every dtype
+
+struct Block;
+
+// The ranges: powers of two, which are given again to others of their size, and whose they are.
+class Addresses {
+public:
+    void* take(size_t nbytes, Block* owner) {
+        std::lock_guard lock(mutex);
+        void* range = find(nbytes);
+        owners.emplace(static_cast<char*>(range), owner);
+        return range;
+    }
+
+    void give(void* range, size_t nbytes) {
+        std::lock_guard lock(mutex);
+        owners.erase(static_cast<char*>(range));
+        free_ranges[std::countr_zero(std::bit_ceil(std::max(nbytes, SMALLEST)))].push_back(range);
+    }
+
+    // The block with the highest address that is not above this one.
+    Block* owner(const void* address) {
+        std::lock_guard lock(mutex);
+        auto above = owners.upper_bound(static_cast<char*>(const_cast<void*>(address)));
+        return above == owners.begin() ? nullptr : std::prev(above)->second;
+    }
+
+private:
+    void* find(size_t nbytes) {
+        const size_t size = std::bit_ceil(std::max(nbytes, SMALLEST));
+        auto& free = free_ranges[std::countr_zero(size)];
+        if (!free.empty()) {
+            void* range = free.back();
+            free.pop_back();
+            return range;
+        }
+        if (next == nullptr || size > size_t(end - next)) {
+            reserve(size);
+        }
+        return std::exchange(next, next + size);
+    }
+
+    // Addresses cost nothing but where the system limits them: then fewer at a time.
+    void reserve(size_t at_least) {
+        for (size_t size = std::max(size_t(1) << 44, at_least); size >= at_least; size /= 2) {
+            void* range = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+            if (range != MAP_FAILED) {
+                next = static_cast<char*>(range);
+                end = next + size;
+                return;
+            }
+        }
+        TORCH_CHECK(false, "claystone: no range of ", at_least, " addresses is free in this process");
+    }
+
+    std::mutex mutex;
+    char *next = nullptr, *end = nullptr;
+    std::vector<void*> free_ranges[64];
+    std::map<char*, Block*> owners;
+};
+
+Addresses& addresses() {
+    static auto* const all = new Addresses; // storages may outlive static objects
+    return *all;
+}
+
+// What a data pointer stands for.
+struct Block {
+    Block(int device, size_t nbytes) : device(device), nbytes(nbytes), address(addresses().take(nbytes, this)) {}
+    ~Block() { addresses().give(address, nbytes); }
+
+    StorageHandle storage() {
+        std::lock_guard lock(mutex);
+        if (!held) {
+            ClaystoneStorage* made = nullptr;
+            const size_t rounded = (std::max(nbytes, size_t(1)) + ROUNDED_TO - 1) / ROUNDED_TO * ROUNDED_TO;
+            check(claystone_storage_new(device, rounded, &made));
+            held = StorageHandle(made, ReleaseStorage());
+        }
+        return held;
+    }
+
+    void replace(StorageHandle storage) {
+        std::lock_guard lock(mutex);
+        held.swap(storage); // the old one is released after the lock
+    }
+
+    const int device;
+    const size_t nbytes;
+    void* const address;
+
+private:
+    std::mutex mutex;
+    StorageHandle held;
+};
+
+void delete_block(void* block) {
+    if (!is_forked()) {
+        delete static_cast<Block*>(block);
+    }
+}
+
+c10::DataPtr data_pointer(Block* block, c10::DeviceIndex index) {
+    return {block->address, block, &delete_block, c10::Device(c10::DeviceType::PrivateUse1, index)};
+}
+
+struct Allocator final : c10::Allocator {
+    c10::DataPtr allocate(size_t nbytes) override {
+        const auto index = current_device();
+        return data_pointer(new Block(claystone_device(index), nbytes), index);
+    }
+    // Data pointers are no memory of the host's: there is no raw form of them.
+    c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+    void copy_data(void*, const void*, std::size_t) const override {
+        TORCH_CHECK(false, "claystone: storages are copied as tensors, not by their addresses");
+    }
+};
+
+// A tensor's block, and the bytes of it before the storage. PyTorch's storages lie at the start of theirs, but a tensor may have been
+// made of an address.
+std::pair<Block&, size_t> place_of(const at::TensorBase& tensor) {
+    const auto& pointer = tensor.storage().data_ptr();
+    if (pointer.get_deleter() == &delete_block) {
+        return {*static_cast<Block*>(pointer.get_context()), 0};
+    }
+    Block* block = addresses().owner(pointer.get());
+    const size_t before = block ? static_cast<const char*>(pointer.get()) - static_cast<const char*>(block->address) : 0;
+    TORCH_CHECK(block && before + tensor.storage().nbytes() <= block->nbytes, "claystone: the address of a tensor is none of this device's");
+    return {*block, before};
+}
+
+StorageHandle storage_of(const TensorHandle& tensor) {
+    ClaystoneStorage* storage = nullptr;
+    check(claystone_tensor_storage(tensor.get(), &storage));
+    return StorageHandle(storage, ReleaseStorage());
+}
+
+} // namespace
+
+c10::Allocator* allocator() {
+    static auto* const one = new Allocator;
+    return one;
+}
+
+bool is_ours(const at::TensorBase& tensor) {
+    return tensor.defined() && tensor.device().is_privateuseone() && tensor.has_storage();
+}
+
+TensorHandle own(ClaystoneTensor* tensor) {
+    return TensorHandle(tensor, ReleaseTensor());
+}
+
+TensorHandle handle(const at::TensorBase& tensor) {
+    ClaystoneTensor* made = nullptr;
+    const auto dtype = claystone_dtype(tensor.scalar_type());
+    TORCH_CHECK(dtype, "claystone has no dtype ", tensor.scalar_type());
+    const auto [block, before] = place_of(tensor);
+    const auto storage = block.storage();
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    // A tensor without elements may have any strides, and an offset outside the storage.
+    const bool empty = tensor.numel() == 0;
+    const int64_t offset = empty ? 0 : before / tensor.itemsize() + tensor.storage_offset();
+    const std::vector<int64_t> none(empty ? sizes.size() : 0);
+    check(claystone_tensor_new(storage.get(), *dtype, sizes.data(), empty ? none.data() : strides.data(), sizes.size(), offset, &made));
+    return own(made);
+}
+
+TensorHandle bytes(const at::TensorBase& tensor, size_t offset, size_t length) {
+    ClaystoneTensor* made = nullptr;
+    const int64_t size = length, stride = 1;
+    const auto [block, before] = place_of(tensor);
+    const auto storage = block.storage();
+    check(claystone_tensor_new(storage.get(), CLAYSTONE_DTYPE_U8, &size, &stride, 1, before + offset, &made));
+    return own(made);
+}
+
+at::Tensor wrap(const TensorHandle& tensor) {
+    const auto [what, sizes, strides] = info(tensor);
+    const auto storage = storage_of(tensor);
+    size_t nbytes = 0;
+    check(claystone_storage_nbytes(storage.get(), &nbytes));
+    const auto index = static_cast<c10::DeviceIndex>(what.device == CLAYSTONE_CPU ? 0 : what.device);
+    auto* block = new Block(what.device, nbytes);
+    block->replace(storage);
+    auto data = data_pointer(block, index);
+    c10::Storage held(c10::Storage::use_byte_size_t(), nbytes, std::move(data), allocator(), /*resizable=*/true);
+    auto result = at::detail::make_tensor<c10::TensorImpl>(
+        std::move(held), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(torch_dtype(what.dtype)));
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, what.offset);
+    return result;
+}
+
+bool adopt(const at::TensorBase& target, const TensorHandle& result) {
+    const auto [block, before] = place_of(target);
+    const auto made = info(result);
+    const size_t nbytes = target.nbytes();
+    if (before != 0 || target.storage_offset() != 0 || made.tensor.offset != 0 || target.storage().nbytes() > nbytes || block.nbytes > nbytes + ROUNDED_TO ||
+        made.tensor.device != block.device || nbytes == 0 || torch_dtype(made.tensor.dtype) != target.scalar_type() ||
+        !made.is_contiguous() || !target.is_contiguous()) {
+        return false;
+    }
+    const auto storage = storage_of(result);
+    size_t held = 0;
+    check(claystone_storage_nbytes(storage.get(), &held));
+    if (held < nbytes || held > nbytes + ROUNDED_TO) {
+        return false;
+    }
+    block.replace(storage);
+    return true;
+}
+
+bool share_storage(const TensorHandle& a, const TensorHandle& b) {
+    bool same = false;
+    check(claystone_storage_is_same(storage_of(a).get(), storage_of(b).get(), &same));
+    return same;
+}
+
+} // namespace claystone_torch

@@ -1,0 +1,117 @@
+// Copies between the host and the device, and between tensors of the device.
+#include "copy.h"
+#include "generator.h"
+#include "storage.h"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+namespace claystone_torch {
+namespace {
+
+// How many bytes there are from a tensor's first element to behind its last one.
+size_t span(const at::Tensor& tensor) {
+    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+}
+
+// The elements of a tensor in the host's memory, with its strides.
+at::Tensor read(const at::Tensor& tensor) {
+    auto result = at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), tensor.scalar_type());
+    const size_t nbytes = span(tensor);
+    if (nbytes > 0) {
+        const auto source = bytes(tensor, tensor.storage_offset() * tensor.itemsize(), nbytes);
+        check(claystone_tensor_read(source.get(), result.mutable_data_ptr(), nbytes));
+    }
+    return at::Tensor(result);
+}
+
+// Sets all bytes from a tensor's first element to its last one to those of a tensor of the host with the same strides.
+void write(const at::Tensor& tensor, const at::Tensor& host) {
+    const size_t nbytes = span(tensor);
+    if (nbytes > 0) {
+        const auto target = bytes(tensor, tensor.storage_offset() * tensor.itemsize(), nbytes);
+        check(claystone_tensor_write(target.get(), host.const_data_ptr(), nbytes));
+    }
+}
+
+// Whether elements lie in the tensor's bytes without gaps and overlaps, so that writing all bytes writes nothing else.
+bool is_dense(const at::Tensor& tensor) {
+    return tensor.is_non_overlapping_and_dense();
+}
+
+void copy_on_device(const at::Tensor& source, const at::Tensor& target) {
+    const bool plain = !source.is_neg() && !target.is_neg(); // as complex tensors' imaginary parts may be
+    if (plain && claystone_dtype(source.scalar_type()) && claystone_dtype(target.scalar_type())) {
+        check(claystone_tensor_copy(handle(target).get(), handle(source).get()));
+    } else {
+        copy(to_host(source), target);
+    }
+}
+
+} // namespace
+
+at::Tensor to_host(const at::Tensor& tensor) {
+    if (!is_ours(tensor)) {
+        return tensor;
+    }
+    auto result = read(tensor);
+    result._set_conj(tensor.is_conj());
+    result._set_neg(tensor.is_neg());
+    return result;
+}
+
+void copy(const at::Tensor& source, const at::Tensor& target) {
+    const c10::OptionalDeviceGuard guard(is_ours(target) ? target.device() : source.device());
+    if (target.numel() == 0) {
+        return;
+    }
+    if (is_ours(source) && is_ours(target)) {
+        copy_on_device(source, target);
+    } else if (is_ours(source)) {
+        target.copy_(to_host(source));
+    } else {
+        auto host = is_dense(target)
+            ? at::Tensor(at::detail::empty_strided_cpu(target.sizes(), target.strides(), target.scalar_type()))
+            : read(target);
+        host._set_conj(target.is_conj());
+        host._set_neg(target.is_neg());
+        host.copy_(source);
+        write(target, host);
+    }
+}
+
+namespace {
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
+    // PyTorch broadcasts in copy_, which is above this.
+    copy(source.sizes() == target.sizes() ? source : source.expand_as(target), target);
+    return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+    target.resize_(source.sizes());
+    copy(source, target);
+    return target;
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& tensor) {
+    return to_host(tensor).item();
+}
+
+// Copies see to conjugated and negated views themselves: to make plain tensors of these is a copy, too.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+    library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+    library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+    library.impl("_copy_from", &copy_from);
+    library.impl("_copy_from_and_resize", &copy_from_and_resize);
+    library.impl("_local_scalar_dense", &local_scalar_dense);
+}
+
+} // namespace
+} // namespace claystone_torch

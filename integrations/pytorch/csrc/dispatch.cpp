@@ -1,0 +1,348 @@
+// The kernel that every operator comes to: its row's program is run by claystone, or the CPU takes the call.
+#include "dispatch.h"
+#include "copy.h"
+#include "evaluate.h"
+#include "functions.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+namespace claystone_torch {
+namespace {
+
+// A program of a row, and when it is the one.
+struct Alternative {
+    std::optional<Program> condition;
+    Program program;
+    bool elementwise;
+};
+
+struct Row {
+    bool writes_itself; // the operation does: the row is that of the form in place only
+    std::vector<Alternative> alternatives;
+};
+
+// An operator as this kernel needs it.
+struct Operator {
+    const Row* row = nullptr;
+    std::vector<size_t> arguments; // places on the stack of the arguments of the row
+    std::vector<size_t> outputs;   // places on the stack of what is written
+    bool in_place = false;
+};
+
+// What belongs together: an operator, its form in place and that with `out`, have the same key.
+std::string key_of(const c10::FunctionSchema& schema, std::vector<size_t>* inputs, std::vector<size_t>* outputs, bool* in_place) {
+    std::string key = schema.name();
+    const auto written = [](const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); };
+    const auto& arguments = schema.arguments();
+    *in_place = key.ends_with('_') && !arguments.empty() && written(arguments[0]);
+    if (*in_place) {
+        key.pop_back();
+    }
+    for (size_t i = 0; i < arguments.size(); i++) {
+        if (written(arguments[i])) {
+            outputs->push_back(i);
+        }
+        if (!arguments[i].is_out()) {
+            inputs->push_back(i);
+            key += " " + arguments[i].name() + ":" + arguments[i].type()->str();
+        }
+    }
+    return key;
+}
+
+// Whether the operation of a program writes into its first operand, as its name says.
+bool writes_itself(const Program& program) {
+    const Node& first = *program.results[0];
+    return first.kind == Node::Operation && first.text.ends_with('_');
+}
+
+std::shared_mutex mutex;
+std::unordered_map<std::string, Row> rows;
+std::unordered_map<c10::OperatorName, Operator> operators;
+std::map<std::string, Fallback> fallback_counts;
+
+const Operator& find(const c10::OperatorHandle& handle) {
+    {
+        std::shared_lock lock(mutex);
+        const auto found = operators.find(handle.operator_name());
+        if (found != operators.end()) {
+            return found->second;
+        }
+    }
+    Operator made;
+    const std::string key = key_of(handle.schema(), &made.arguments, &made.outputs, &made.in_place);
+    std::unique_lock lock(mutex);
+    const auto row = rows.find(key);
+    made.row = row == rows.end() || (row->second.writes_itself && !made.in_place) ? nullptr : &row->second;
+    return operators.emplace(handle.operator_name(), std::move(made)).first->second;
+}
+
+std::string name_of(const c10::OperatorHandle& handle) {
+    const auto& name = handle.operator_name();
+    const std::string short_name = name.name.starts_with("aten::") ? name.name.substr(6) : name.name;
+    return name.overload_name.empty() ? short_name : short_name + "." + name.overload_name;
+}
+
+void fall_back(const c10::OperatorHandle& handle, torch::jit::Stack* stack, const std::string& reason) {
+    const std::string name = name_of(handle);
+    bool first;
+    {
+        std::unique_lock lock(mutex);
+        Fallback& fallback = fallback_counts[name];
+        first = fallback.count++ == 0;
+        fallback.reason = reason;
+    }
+    if (first) {
+        TORCH_WARN("claystone: ", name, " runs on the CPU: ", reason);
+    }
+    at::native::cpu_fallback(handle, stack);
+}
+
+// Fills the scope with the arguments, and says which device they are on.
+Scope scope_of(const Operator& op, size_t size, const torch::jit::Stack& stack, size_t base) {
+    Scope scope;
+    std::optional<c10::Device> device;
+    const auto look = [&](const at::Tensor& tensor) {
+        if (is_ours(tensor)) {
+            TORCH_CHECK(!device || *device == tensor.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
+                *device, " and ", tensor.device(), "!");
+            device = tensor.device();
+            scope.wide |= tensor.scalar_type() == at::kDouble;
+        }
+    };
+    for (size_t i = base; i < base + size; i++) {
+        if (stack[i].isTensor()) {
+            look(stack[i].toTensor());
+        } else if (stack[i].isTensorList()) {
+            for (const at::Tensor& tensor : stack[i].toTensorVector()) {
+                look(tensor);
+            }
+        }
+    }
+    scope.device = claystone_device(device ? device->index() : current_device());
+    return scope;
+}
+
+// The shape that the tensors of the call have together; none where they do not fit.
+std::optional<std::vector<int64_t>> common_shape(const Scope& scope) {
+    std::vector<int64_t> shape;
+    for (const Value& value : scope.values) {
+        const auto* tensor = value.as<TensorHandle>();
+        if (!tensor) {
+            continue;
+        }
+        const auto sizes = info(*tensor).sizes;
+        shape.insert(shape.begin(), sizes.size() > shape.size() ? sizes.size() - shape.size() : 0, 1);
+        for (size_t i = 0; i < sizes.size(); i++) {
+            int64_t& place = shape[shape.size() - sizes.size() + i];
+            if (place == 1) {
+                place = sizes[i];
+            } else if (sizes[i] != 1 && sizes[i] != place) {
+                return std::nullopt;
+            }
+        }
+    }
+    return shape;
+}
+
+bool shares_with_arguments(const TensorHandle& result, const Scope& scope, size_t arguments) {
+    const auto shares = [&](const Value& value) { return value.as<TensorHandle>() && share_storage(*value.as<TensorHandle>(), result); };
+    for (size_t i = 0; i < arguments; i++) {
+        const auto* list = scope.values[i].as<Values>();
+        if (shares(scope.values[i]) || (list && std::any_of(list->begin(), list->end(), shares))) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void write(const at::Tensor& target, const TensorHandle& result, bool in_place, const Scope& scope, size_t arguments) {
+    const auto made = info(result);
+    if (!at::canCast(torch_dtype(made.tensor.dtype), target.scalar_type())) {
+        throw Refused("the result does not fit into the dtype of the tensor it is for");
+    }
+    if (target.sizes() != c10::IntArrayRef(made.sizes)) {
+        if (in_place || target.numel() != 0) {
+            throw Refused("the result does not have the shape of the tensor it is for");
+        }
+        target.resize_(made.sizes);
+    }
+    if (!shares_with_arguments(result, scope, arguments) && adopt(target, result)) {
+        return;
+    }
+    check(claystone_tensor_copy(handle(target).get(), result.get()));
+}
+
+c10::IValue returned(const Value& value, const c10::Argument& wanted, const Scope& scope, size_t arguments) {
+    const auto kind = wanted.type()->kind();
+    if (kind == c10::TypeKind::TensorType) {
+        if (value.is_none()) {
+            return at::Tensor();
+        }
+        auto result = value.is_number() ? tensor_of(value, scope) : std::get<TensorHandle>(value);
+        // PyTorch has no negative strides, and operators that are no views give storages of their own.
+        const auto strides = info(result).strides;
+        if (std::any_of(strides.begin(), strides.end(), [](int64_t stride) { return stride < 0; })) {
+            result = contiguous(result);
+        }
+        return wrap(shares_with_arguments(result, scope, arguments) ? cloned(result) : result);
+    }
+    if (const auto* tensor = value.as<TensorHandle>()) { // `equal` and the like give a bool
+        const auto item = to_host(wrap(*tensor)).item();
+        return kind == c10::TypeKind::BoolType ? c10::IValue(item.toBool()) : c10::IValue(item);
+    }
+    return kind == c10::TypeKind::BoolType ? c10::IValue(value.truth()) : c10::IValue(value.integer());
+}
+
+// Runs the row's program. Nothing was written, and the stack is as it was, where it is refused.
+void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stack* stack) {
+    const size_t size = schema.arguments().size(), base = stack->size() - size;
+    Scope scope = scope_of(op, size, *stack, base);
+    const c10::DeviceGuard guard(c10::Device(c10::DeviceType::PrivateUse1, scope.device == CLAYSTONE_CPU ? 0 : scope.device));
+    for (const size_t place : op.arguments) {
+        scope.values.push_back(value_of((*stack)[base + place]));
+    }
+    const size_t arguments = scope.values.size();
+    std::vector<at::Tensor> outputs;
+    for (const size_t place : op.outputs) {
+        const auto& output = (*stack)[base + place];
+        if (!output.isTensor() || !is_ours(output.toTensor()) || !claystone_dtype(output.toTensor().scalar_type())) {
+            throw Refused("claystone has no tensors such as that which is written");
+        }
+        outputs.push_back(output.toTensor());
+        scope.wide |= outputs.back().scalar_type() == at::kDouble;
+    }
+    if (!outputs.empty()) {
+        scope.out_dtype = Dtype{*claystone_dtype(outputs[0].scalar_type())};
+    }
+    const auto chosen = std::find_if(op.row->alternatives.begin(), op.row->alternatives.end(), [&](const Alternative& alternative) {
+        return !alternative.condition || evaluate(*alternative.condition->results[0], scope).truth();
+    });
+    if (chosen == op.row->alternatives.end()) {
+        throw Refused("its row has no program for these arguments");
+    }
+    const Program& program = chosen->program;
+    scope.values.resize(std::max(program.slots, arguments));
+    for (const auto& [slot, value] : program.assignments) {
+        scope.values[slot] = evaluate(*value, scope);
+    }
+    const Node& first = *program.results[0];
+    if (chosen->elementwise && outputs.size() == 1 && first.kind == Node::Operation && !op.row->writes_itself &&
+        common_shape(scope) == outputs[0].sizes().vec()) {
+        evaluate_into(first, scope, handle(outputs[0]));
+    } else {
+        Values results;
+        for (const auto& result : program.results) {
+            auto value = evaluate(*result, scope);
+            if (const auto* several = program.results.size() == 1 ? value.as<Values>() : nullptr) {
+                results = *several;
+            } else {
+                results.push_back(std::move(value));
+            }
+        }
+        if (outputs.empty()) {
+            std::vector<c10::IValue> returns;
+            for (size_t i = 0; i < schema.returns().size(); i++) {
+                returns.push_back(returned(results.at(i), schema.returns()[i], scope, arguments));
+            }
+            stack->resize(base);
+            stack->insert(stack->end(), returns.begin(), returns.end());
+            return;
+        }
+        for (size_t i = 0; i < outputs.size() && !op.row->writes_itself; i++) {
+            if (results.at(i).is_none()) {
+                continue;
+            }
+            const auto result = results[i].is_number() ? tensor_of(results[i], scope) : std::get<TensorHandle>(results[i]);
+            write(outputs[i], result, op.in_place, scope, arguments);
+        }
+    }
+    stack->resize(base);
+    for (size_t i = 0; i < std::min(outputs.size(), schema.returns().size()); i++) {
+        stack->emplace_back(outputs[i]);
+    }
+}
+
+void kernel(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+    const Operator& op = find(handle);
+    std::string reason = "it has no row in operators.toml";
+    if (op.row) {
+        try {
+            return run(op, handle.schema(), stack);
+        } catch (const Refused& refused) {
+            reason = refused.what();
+        } catch (const std::bad_variant_access&) {
+            reason = "an argument is of a kind that its row does not expect";
+        }
+    }
+    fall_back(handle, stack, reason);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+    library.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>());
+}
+
+} // namespace
+
+void add_row(const std::string& name, const std::vector<RowText>& texts) {
+    const size_t dot = name.find('.');
+    const c10::OperatorName wanted("aten::" + name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1));
+    const auto handle = c10::Dispatcher::singleton().findSchema(wanted);
+    TORCH_CHECK(handle, "operators.toml: this PyTorch has no operator ", name);
+    std::vector<size_t> inputs, outputs;
+    bool in_place;
+    const std::string key = key_of(handle->schema(), &inputs, &outputs, &in_place);
+    Row row{};
+    std::vector<std::string> arguments;
+    for (const size_t place : inputs) {
+        arguments.push_back(handle->schema().arguments()[place].name());
+    }
+    for (const RowText& text : texts) {
+        std::optional<Program> condition;
+        if (!text.condition.empty()) {
+            condition = parse(text.condition, arguments);
+        }
+        row.alternatives.push_back({std::move(condition), parse(text.program, arguments), text.elementwise});
+    }
+    row.writes_itself = writes_itself(row.alternatives[0].program);
+    std::unique_lock lock(mutex);
+    TORCH_CHECK(rows.emplace(key, std::move(row)).second, "operators.toml: ", name, " has two rows");
+}
+
+std::vector<std::string> register_rows() {
+    // The fallback does not see operators that have a kernel for all devices, made of other operators: such rows are kernels of their own.
+    static auto* const library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+    std::vector<std::string> names;
+    for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+        const auto handle = c10::Dispatcher::singleton().findSchema(name);
+        if (!handle || !find(*handle).row) {
+            continue;
+        }
+        names.push_back(name_of(*handle));
+        if (handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
+            !handle->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+            library->impl(names.back().c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+        }
+    }
+    return names;
+}
+
+std::map<std::string, Fallback> fallbacks() {
+    std::shared_lock lock(mutex);
+    return fallback_counts;
+}
+
+void reset_fallbacks() {
+    std::unique_lock lock(mutex);
+    fallback_counts.clear();
+}
+
+} // namespace claystone_torch

@@ -1,0 +1,23 @@
+// Runs programs.
+#pragma once
+
+#include "program.h"
+#include "value.h"
+
+#include <ATen/core/stack.h>
+
+namespace claystone_torch {
+
+// Where a program runs: values by slot, and what they have in common.
+struct Scope {
+    std::vector<Value> values;
+    int device = CLAYSTONE_CPU;
+    Value out_dtype; // of the first tensor that is written
+    bool wide = false; // whether numbers that become tensors are f64
+};
+
+Value evaluate(const Node& node, Scope& scope);
+// Runs an operation that is one result of a program, into a tensor that is there.
+void evaluate_into(const Node& operation, Scope& scope, const TensorHandle& out);
+
+} // namespace claystone_torch

@@ -1,0 +1,211 @@
+// The functions and infix operators of programs.
+#include "functions.h"
+
+#include <c10/util/Exception.h>
+
+#include <map>
+
+namespace claystone_torch {
+namespace {
+
+using Arguments = std::vector<Value>;
+
+const TensorHandle& tensor(const Value& value) {
+    const auto* found = value.as<TensorHandle>();
+    if (!found) {
+        throw Refused("a tensor was expected");
+    }
+    return *found;
+}
+
+ClaystoneDtype dtype(const Value& value) {
+    if (const auto* given = value.as<Dtype>()) {
+        return given->number;
+    }
+    if (const auto* given = value.as<TensorHandle>()) {
+        return static_cast<ClaystoneDtype>(info(*given).tensor.dtype);
+    }
+    const auto found = claystone_dtype(static_cast<at::ScalarType>(value.integer()));
+    if (!found) {
+        throw Refused("claystone has no such dtype");
+    }
+    return *found;
+}
+
+bool is_float(ClaystoneDtype dtype) {
+    return dtype == CLAYSTONE_DTYPE_F32 || dtype == CLAYSTONE_DTYPE_F16 || dtype == CLAYSTONE_DTYPE_BF16 || dtype == CLAYSTONE_DTYPE_F64;
+}
+
+const std::map<std::string, Value (*)(const Arguments&)> FUNCTIONS = {
+    {"rank", [](const Arguments& a) -> Value { return int64_t(a[0].is_number() ? 0 : info(tensor(a[0])).tensor.rank); }},
+    {"numel", [](const Arguments& a) -> Value { return int64_t(a[0].is_number() ? 1 : info(tensor(a[0])).tensor.numel); }},
+    {"sizes", [](const Arguments& a) -> Value { return info(tensor(a[0])).sizes; }},
+    {"size", [](const Arguments& a) -> Value {
+         const auto sizes = info(tensor(a[0])).sizes;
+         const int64_t dim = a[1].integer();
+         const int64_t at = dim < 0 ? dim + int64_t(sizes.size()) : dim;
+         if (at < 0 || at >= int64_t(sizes.size())) {
+             throw Refused("a dim is out of range");
+         }
+         return sizes[at];
+     }},
+    {"is_none", [](const Arguments& a) -> Value { return a[0].is_none(); }},
+    {"is_tensor", [](const Arguments& a) -> Value { return a[0].as<TensorHandle>() != nullptr; }},
+    {"is_float", [](const Arguments& a) -> Value { return a[0].is_number() ? a[0].as<double>() != nullptr : is_float(dtype(a[0])); }},
+    {"is_bool", [](const Arguments& a) -> Value { return a[0].is_number() ? a[0].as<bool>() != nullptr : dtype(a[0]) == CLAYSTONE_DTYPE_BOOL; }},
+    {"dtype", [](const Arguments& a) -> Value { return Dtype{dtype(a[0])}; }},
+    // The tensor in a dtype, or as it is where none is given.
+    {"cast", [](const Arguments& a) -> Value { return a[1].is_none() ? a[0] : Value(converted(tensor(a[0]), dtype(a[1]))); }},
+    // Sums of integers and bools are i64.
+    {"whole", [](const Arguments& a) -> Value {
+         const auto given = dtype(a[0]);
+         return is_float(given) ? a[0] : Value(converted(tensor(a[0]), CLAYSTONE_DTYPE_I64));
+     }},
+    // The first value that is there.
+    {"either", [](const Arguments& a) -> Value { return a[0].is_none() ? a[1] : a[0]; }},
+    // A list, or none where it is empty: all dims of a reduction, the stride that is the size of a window.
+    {"unless_empty", [](const Arguments& a) -> Value {
+         const auto* given = a[0].as<std::vector<int64_t>>();
+         return given && given->empty() ? Value() : a[0];
+     }},
+    // PyTorch's number of a reduction of losses as its name.
+    {"reduction", [](const Arguments& a) -> Value {
+         static const char* const names[] = {"none", "mean", "sum"};
+         const int64_t given = a[0].integer();
+         if (given < 0 || given > 2) {
+             throw Refused("a reduction is out of range");
+         }
+         return std::string(names[given]);
+     }},
+    {"length", [](const Arguments& a) -> Value {
+         const auto* integers = a[0].as<std::vector<int64_t>>();
+         return int64_t(integers ? integers->size() : a[0].as<Values>() ? a[0].as<Values>()->size() : 0);
+     }},
+    // All dims of a tensor but one.
+    {"dims_but", [](const Arguments& a) -> Value {
+         const int64_t rank = info(tensor(a[0])).tensor.rank;
+         std::vector<int64_t> dims;
+         for (int64_t dim = 0; dim < rank; dim++) {
+             if (dim != a[1].integer()) {
+                 dims.push_back(dim);
+             }
+         }
+         return dims;
+     }},
+    // The last so many dims of a tensor.
+    {"last_dims", [](const Arguments& a) -> Value {
+         const int64_t rank = info(tensor(a[0])).tensor.rank;
+         std::vector<int64_t> dims;
+         for (int64_t dim = rank - a[1].integer(); dim < rank; dim++) {
+             dims.push_back(dim);
+         }
+         return dims;
+     }},
+    // The other dims of a tensor.
+    {"first_dims", [](const Arguments& a) -> Value {
+         const int64_t rank = info(tensor(a[0])).tensor.rank;
+         std::vector<int64_t> dims;
+         for (int64_t dim = 0; dim < rank - a[1].integer(); dim++) {
+             dims.push_back(dim);
+         }
+         return dims;
+     }},
+    // A list of tensors without those that are none, and which dims of the indexed tensor the others are for.
+    {"given", [](const Arguments& a) -> Value {
+         Values values;
+         for (const Value& value : std::get<Values>(a[0])) {
+             if (!value.is_none()) {
+                 values.push_back(value);
+             }
+         }
+         return values;
+     }},
+    {"given_dims", [](const Arguments& a) -> Value {
+         std::vector<int64_t> dims;
+         const auto& values = std::get<Values>(a[0]);
+         for (size_t i = 0; i < values.size(); i++) {
+             if (!values[i].is_none()) {
+                 dims.push_back(i);
+             }
+         }
+         return dims;
+     }},
+    {"same_sizes", [](const Arguments& a) -> Value { return info(tensor(a[0])).sizes == info(tensor(a[1])).sizes; }},
+    // Tensors without those of shape [0], which PyTorch's `cat` leaves out whatever the others' shape.
+    {"not_empty", [](const Arguments& a) -> Value {
+         Values values;
+         for (const Value& value : std::get<Values>(a[0])) {
+             if (info(tensor(value)).sizes != std::vector<int64_t>{0}) {
+                 values.push_back(value);
+             }
+         }
+         return values.empty() ? a[0] : Value(values);
+     }},
+    // Indices of which each is for one dim: masks are the places where they are true.
+    {"plain_indices", [](const Arguments& a) -> Value {
+         Values values;
+         for (const Value& value : std::get<Values>(a[0])) {
+             if (value.is_none() || dtype(value) != CLAYSTONE_DTYPE_BOOL) {
+                 values.push_back(value);
+                 continue;
+             }
+             const size_t rank = info(tensor(value)).tensor.rank;
+             if (rank == 0) {
+                 throw Refused("an index is a mask without dimensions");
+             }
+             const auto places = nonzero(tensor(value));
+             for (size_t dim = 0; dim < rank; dim++) {
+                 values.push_back(column(places, dim));
+             }
+         }
+         return values;
+     }},
+    // Gives the call to the CPU, with a reason.
+    {"refuse", [](const Arguments& a) -> Value { throw Refused(a[0].as<std::string>() ? *a[0].as<std::string>() : "refused"); }},
+};
+
+} // namespace
+
+Value function(const Node& node, Scope& scope) {
+    if (node.text == "device") {
+        return DeviceNumber{scope.device};
+    }
+    if (node.text == "out_dtype") { // that of the tensor which the result is written into
+        return scope.out_dtype;
+    }
+    const auto found = FUNCTIONS.find(node.text);
+    TORCH_CHECK(found != FUNCTIONS.end(), "operators.toml: claystone has no operation ", node.text, ", nor is it a function");
+    Arguments arguments;
+    for (const auto& child : node.children) {
+        arguments.push_back(evaluate(*child, scope));
+    }
+    arguments.resize(std::max(arguments.size(), size_t(2)));
+    return found->second(arguments);
+}
+
+Value infix(const Node& node, Scope& scope) {
+    const Value left = evaluate(*node.children[0], scope);
+    const std::string& sign = node.text;
+    if (sign == "and" || sign == "or") {
+        return left.truth() == (sign == "or") ? left.truth() : evaluate(*node.children[1], scope).truth();
+    }
+    const Value right = evaluate(*node.children[1], scope);
+    if (sign == "==" || sign == "!=") {
+        const auto *a = left.as<std::string>(), *b = right.as<std::string>();
+        const bool same = a || b ? a && b && *a == *b
+            : left.is_none() || right.is_none() ? left.is_none() && right.is_none()
+                                                 : left.number() == right.number();
+        return same == (sign == "==");
+    }
+    if (sign == "<" || sign == ">") {
+        return sign == "<" ? left.number() < right.number() : left.number() > right.number();
+    }
+    if (left.as<int64_t>() && right.as<int64_t>() && sign != "/") {
+        const int64_t a = left.integer(), b = right.integer();
+        return sign == "+" ? a + b : sign == "-" ? a - b : a * b;
+    }
+    const double a = left.number(), b = right.number();
+    return sign == "+" ? a + b : sign == "-" ? a - b : sign == "*" ? a * b : a / b;
+}
+
+} // namespace claystone_torch

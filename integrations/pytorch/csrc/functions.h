@@ -1,0 +1,20 @@
+// What programs can say besides operations of claystone.
+#pragma once
+
+#include "evaluate.h"
+
+namespace claystone_torch {
+
+// A function of the adapter, such as `rank(x)`.
+Value function(const Node& node, Scope& scope);
+Value infix(const Node& node, Scope& scope);
+// A tensor without dimensions of a number.
+TensorHandle tensor_of(const Value& value, const Scope& scope);
+// The places where a mask is true, a row each, and a column of them.
+TensorHandle nonzero(const TensorHandle& mask);
+TensorHandle column(const TensorHandle& matrix, size_t index);
+TensorHandle contiguous(const TensorHandle& tensor);
+TensorHandle cloned(const TensorHandle& tensor);
+TensorHandle converted(const TensorHandle& tensor, ClaystoneDtype dtype);
+
+} // namespace claystone_torch

@@ -1,0 +1,72 @@
+"""Builds claystone's C library by cargo and the extension against the installed torch, which it does not import: pip builds
+in an environment of its own, where torch is not, but the interpreter's site-packages are where they were."""
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+here = Path(__file__).resolve().parent
+repository = here.parents[1]
+
+
+def torch_folder():
+    candidates = [os.environ.get("CLAYSTONE_TORCH_SITE"), sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+    for candidate in filter(None, candidates):
+        if (Path(candidate) / "torch/include/ATen").is_dir():
+            return Path(candidate) / "torch"
+    raise SystemExit(
+        "claystone-torch is built with the torch that is installed, and there is none in this environment: "
+        "pip install torch first, or set CLAYSTONE_TORCH_SITE to the site-packages folder that has it"
+    )
+
+
+class BuildExt(build_ext):
+    def run(self):
+        profile = os.environ.get("CLAYSTONE_TORCH_PROFILE", "release")
+        command = ["cargo", "build", "-p", "claystone-capi", "--profile", profile]
+        subprocess.run(command, cwd=repository, check=True)
+        target = Path(os.environ.get("CARGO_TARGET_DIR", repository / "target"))
+        # The folder of the profile `dev` is `debug`.
+        built = repository / target / ("debug" if profile == "dev" else profile) / "libclaystone_capi.so"
+        package = here if self.inplace else Path(self.build_lib)
+        (package / "claystone_torch").mkdir(parents=True, exist_ok=True)
+        shutil.copy2(built, package / "claystone_torch")
+        self.extensions[0].library_dirs.append(str(built.parent))
+        super().run()
+
+    def build_extensions(self):
+        # Setuptools compiles one file after another; the headers of torch take their time.
+        compile_one = self.compiler._compile
+        jobs = []
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            self.compiler._compile = lambda *arguments: jobs.append(pool.submit(compile_one, *arguments))
+            link = self.compiler.link_shared_object
+
+            def link_when_compiled(*arguments, **options):
+                for job in jobs:
+                    job.result()
+                link(*arguments, **options)
+
+            self.compiler.link_shared_object = link_when_compiled
+            super().build_extensions()
+
+
+torch = torch_folder()
+extension = Extension(
+    "claystone_torch._C",
+    sources=sorted(str(path.relative_to(here)) for path in here.glob("csrc/*.cpp")),
+    depends=sorted(str(path.relative_to(here)) for path in here.glob("csrc/*.h")),
+    include_dirs=[str(torch / "include"), str(torch / "include/torch/csrc/api/include"), str(repository / "integrations/capi/include")],
+    library_dirs=[str(torch / "lib")],
+    libraries=["c10", "torch", "torch_cpu", "torch_python", "claystone_capi"],
+    runtime_library_dirs=["$ORIGIN"],
+    extra_compile_args=["-std=c++20", os.environ.get("CLAYSTONE_TORCH_OPT", "-O2"), "-g0", "-Wall", "-Wno-sign-compare"],
+    language="c++",
+)
+setup(ext_modules=[extension], cmdclass={"build_ext": BuildExt})

@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""PyTorch's own samples of every operator, on claystone beside PyTorch's CPU.
+
+    opinfo.py                                all entries of torch.testing._internal's op_db, f32, forward and gradient
+    opinfo.py --dtype float16 --entries 'nn.functional.*'
+    opinfo.py --table results.json           a table of what an earlier run wrote
+
+Entries run in processes of their own: one that crashes or hangs is a line of the table, and the next one goes on. The last line has the
+counts; the exit status says whether one crashed, hung, or was wrong and is not named in known_failures.toml.
+"""
+
+import argparse
+import fnmatch
+import json
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+import warnings
+from collections import Counter
+from pathlib import Path
+
+# Absolute and relative tolerance, in the manner of PyTorch's test_compare_cpu, which has 1e-4 for floats of 32 bits.
+TOLERANCES = {"float32": (1e-4, 1e-4), "float16": (5e-3, 5e-3), "bfloat16": (3e-2, 3e-2)}
+# Their values are random or unspecified: only shapes, dtypes and strides of what they give are compared.
+RANDOM = {
+    "bernoulli", "cauchy", "empty", "empty_like", "empty_permuted", "empty_strided", "exponential", "geometric", "log_normal", "multinomial", "nn.functional.multi_head_attention_forward",
+    "new_empty", "new_empty_strided", "nn.functional.alpha_dropout", "nn.functional.dropout", "nn.functional.dropout2d",
+    "nn.functional.dropout3d", "nn.functional.feature_alpha_dropout", "nn.functional.fractional_max_pool2d",
+    "nn.functional.fractional_max_pool3d", "nn.functional.rrelu", "normal", "rand_like", "randint", "randint_like", "randn", "randn_like",
+    "svd_lowrank", "pca_lowrank", "uniform",
+}
+
+
+def entries(patterns):
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for place, op in enumerate(op_db):
+        name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            yield place, name, op
+
+
+def moved(value, device):
+    import torch
+
+    def move(x):
+        if isinstance(x, torch.Tensor):
+            return x.detach().to(device).requires_grad_(x.requires_grad)
+        if isinstance(x, torch.device) or (isinstance(x, str) and x == "cpu"):
+            return torch.device(device)
+        if isinstance(x, torch.Generator):
+            return torch.Generator(device).manual_seed(x.initial_seed())
+        return x
+
+    return torch.utils._pytree.tree_map(move, value)
+
+
+def compute(op, sample, device):
+    """The results of an operator, and the gradients for its inputs."""
+    import torch
+
+    arguments, options = moved((sample.input, *sample.args), device), moved(sample.kwargs, device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        result = op(*arguments, **options)
+        if sample.output_process_fn_grad is not None:
+            processed = sample.output_process_fn_grad(result)
+        flat = [x for x in torch.utils._pytree.tree_leaves(processed) if isinstance(x, torch.Tensor) and x.requires_grad]
+        inputs = [x for x in torch.utils._pytree.tree_leaves((arguments, options)) if isinstance(x, torch.Tensor) and x.requires_grad]
+        gradients = ()
+        if flat and inputs:
+            ones = [moved(torch.linspace(0.5, 1.5, x.numel()).to(x.dtype).view(x.shape), device) for x in flat]
+            gradients = torch.autograd.grad(flat, inputs, ones, allow_unused=True)
+    return result, gradients
+
+
+def compare(found, expected, tolerance, only_kind):
+    import torch
+
+    def back(x):
+        return x.detach().resolve_conj().resolve_neg().cpu() if isinstance(x, torch.Tensor) else x
+
+    a = torch.utils._pytree.tree_leaves(torch.utils._pytree.tree_map(back, found))
+    b = torch.utils._pytree.tree_leaves(torch.utils._pytree.tree_map(back, expected))
+    assert len(a) == len(b), f"{len(a)} results, not {len(b)}"
+    for x, y in zip(a, b):
+        if isinstance(y, torch.Tensor):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype), f"{x.dtype} {tuple(x.shape)}, not {y.dtype} {tuple(y.shape)}"
+            if only_kind:
+                continue
+        elif isinstance(y, torch.Size) or y is None or isinstance(y, (str, torch.dtype, torch.device, torch.layout, torch.memory_format)):
+            continue
+        if isinstance(y, torch.Tensor) and y.layout != torch.strided:
+            x, y = x.to_dense(), y.to_dense()
+        atol, rtol = tolerance if not isinstance(y, torch.Tensor) or y.is_floating_point() or y.is_complex() else (0, 0)
+        torch.testing.assert_close(x, y, atol=atol, rtol=rtol, equal_nan=True)
+
+
+def run_entry(op, dtype_name, limit):
+    import torch
+
+    import claystone_torch
+
+    dtype = getattr(torch, dtype_name)
+    result = {"passed": 0, "failed": 0, "skipped": 0, "no_row": [], "refused": {}, "failures": []}
+    if dtype not in op.dtypes:
+        return None
+    differentiable = op.supports_autograd and dtype.is_floating_point and dtype in op.backward_dtypes
+    torch.manual_seed(0)
+    try:
+        samples = list(zip(range(limit), op.sample_inputs("cpu", dtype, requires_grad=differentiable)))
+    except Exception as error:
+        return {**result, "failures": [f"no samples: {error}"[:200]]}
+    tolerance = TOLERANCES.get(dtype_name, (1e-7, 1e-7))
+    claystone_torch.reset_fallbacks()
+    for number, sample in samples:
+        try:
+            expected = compute(op, sample, "cpu")
+        except Exception:
+            result["skipped"] += 1  # PyTorch's CPU cannot do it
+            continue
+        try:
+            found = compute(op, sample, "claystone")
+            only_kind = op.name in RANDOM or sample.kwargs.get("dropout_p", 0) > 0
+            compare(found[0], expected[0], tolerance, only_kind)
+            compare(found[1], expected[1], tolerance, only_kind)
+            result["passed"] += 1
+        except Exception as error:
+            result["failed"] += 1
+            if len(result["failures"]) < 3:
+                result["failures"].append(f"sample {number}: {type(error).__name__}: {' '.join(str(error).split())}"[:300])
+    for name, (_, reason) in claystone_torch.fallbacks().items():
+        if "no row" in reason:
+            result["no_row"].append(name)
+        else:
+            result["refused"][name] = reason
+    return result
+
+
+def worker(arguments):
+    warnings.simplefilter("ignore")
+    import torch
+
+    import claystone_torch  # noqa: F401
+
+    torch.set_num_threads(1)
+    for place, name, op in entries(arguments.entries):
+        if place < arguments.start or (place - arguments.start) % arguments.step:
+            continue
+        print(json.dumps({"place": place, "begins": name}), flush=True)
+        print(json.dumps({"place": place, "name": name, "result": run_entry(op, arguments.dtype, arguments.samples)}), flush=True)
+
+
+def shard(arguments, first, step, results, lock):
+    """Runs every `step`th entry from the first one on, in a process that is begun anew behind an entry that ended it."""
+    start = first
+    while True:
+        command = [sys.executable, __file__, "--worker", "--start", str(start), "--step", str(step), "--dtype", arguments.dtype,
+                   "--samples", str(arguments.samples), "--entries", *arguments.entries]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        current, hung = None, threading.Event()
+
+        def stop():
+            hung.set()
+            process.kill()
+
+        timer = threading.Timer(600, stop)
+        timer.start()
+        for line in process.stdout:
+            if not line.startswith('{"place"'):
+                continue
+            message = json.loads(line)
+            if "begins" in message:
+                current = message
+                timer.cancel()
+                timer = threading.Timer(arguments.seconds, stop)
+                timer.start()
+            else:
+                current = None
+                if message["result"] is not None:
+                    with lock:
+                        results[message["name"]] = message["result"]
+        timer.cancel()
+        status = process.wait()
+        if current is None:
+            if status != 0:
+                print(f"a worker ended with {status} between entries", file=sys.stderr)
+            return
+        with lock:
+            results[current["begins"]] = {"passed": 0, "failed": 1, "skipped": 0, "no_row": [], "refused": {},
+                                          "failures": ["hangs" if hung.is_set() else f"crashes: status {status}"]}
+        start = current["place"] + step
+
+
+def kind(result):
+    if result["failed"]:
+        crashed = any(text.startswith(("crashes", "hangs")) for text in result["failures"])
+        return "crash" if crashed else "fails"
+    if result["no_row"]:
+        return "fallback"
+    return "partly" if result["refused"] else "row" if result["passed"] else "none"
+
+
+def table(results, dtype):
+    known = tomllib.loads(Path(__file__).with_name("known_failures.toml").read_text()).get("opinfo", {})
+    counts, samples, of_rows, unknown = Counter(), Counter(), Counter(), []
+    print(f"{'entry':56} {'kind':9} passed failed  {dtype}")
+    for name in sorted(results):
+        result = results[name]
+        what = kind(result)
+        counts[what] += 1
+        samples.update(passed=result["passed"], failed=result["failed"])
+        if not result["no_row"]:
+            of_rows.update(passed=result["passed"], failed=result["failed"])
+        note = "; ".join(result["failures"][:1]) or ", ".join(result["no_row"]) or "; ".join(f"{n}: {r}" for n, r in result["refused"].items())
+        print(f"{name:56} {what:9} {result['passed']:6} {result['failed']:6}  {note[:150]}")
+        if what in ("fails", "crash") and name not in known:
+            unknown.append(name)
+    share = 100 * of_rows["passed"] / max(1, of_rows.total())
+    print(f"\n{dtype}: {len(results)} entries: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
+    print(f"samples: {samples['passed']} pass, {samples['failed']} fail; of entries whose operators all have rows "
+          f"{of_rows['passed']} pass, {of_rows['failed']} fail: {share:.1f} %")
+    if unknown:
+        print("fail and are not in known_failures.toml: " + ", ".join(unknown))
+    return not unknown and not counts["crash"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--entries", nargs="*", default=["*"], help="patterns of names")
+    parser.add_argument("--samples", type=int, default=1000, help="at most so many of each entry")
+    parser.add_argument("--seconds", type=int, default=300, help="for one entry")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", help="where the results are written to")
+    parser.add_argument("--table", help="prints this file of results instead")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return worker(arguments)
+    if arguments.table:
+        return table(json.loads(Path(arguments.table).read_text()), arguments.dtype)
+    results, lock, begun = {}, threading.Lock(), time.time()
+    shards = [threading.Thread(target=shard, args=(arguments, i, arguments.jobs, results, lock)) for i in range(arguments.jobs)]
+    for one in shards:
+        one.start()
+    for one in shards:
+        one.join()
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(results, indent=1, sort_keys=True))
+    good = table(results, arguments.dtype)
+    print(f"{time.time() - begun:.0f} s")
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The device itself: tensors, views, copies, files, random numbers, memory, errors."""
+
+import copy
+import io
+import pickle
+import tempfile
+import unittest
+import warnings
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import claystone_torch
+
+DEVICE = "claystone"
+
+
+class Tensors(unittest.TestCase):
+    def test_views_share_storage(self):
+        x = torch.arange(12, dtype=torch.float32, device=DEVICE).view(3, 4)
+        y = x.t()[1:3]
+        self.assertEqual(y.untyped_storage().data_ptr(), x.untyped_storage().data_ptr())
+        self.assertEqual(y.data_ptr(), x.data_ptr() + 4)
+        y.mul_(10)
+        expected = torch.arange(12, dtype=torch.float32).view(3, 4)
+        expected.t()[1:3].mul_(10)
+        self.assertTrue(torch.equal(x.cpu(), expected))
+        x[0, 0] = 7
+        x[:, 3] = torch.tensor([1.0, 2, 3])
+        expected[0, 0] = 7
+        expected[:, 3] = torch.tensor([1.0, 2, 3])
+        self.assertEqual(x.cpu().tolist(), expected.tolist())
+        self.assertEqual(x.view(torch.int32).cpu().tolist(), expected.view(torch.int32).tolist())
+
+    def test_a_view_sees_what_replaces_the_whole(self):
+        x = torch.empty(4, 4, device=DEVICE)
+        row = x[1]
+        torch.mm(torch.eye(4, device=DEVICE), torch.full((4, 4), 3.0, device=DEVICE), out=x)
+        self.assertEqual(row.tolist(), [3.0] * 4)
+
+    def test_out(self):
+        x = torch.randn(3, 4, device=DEVICE)
+        out = torch.empty(0, device=DEVICE)
+        self.assertIs(torch.add(x, x, out=out), out)
+        torch.testing.assert_close(out.cpu(), 2 * x.cpu())
+        narrow = torch.empty(3, 4, dtype=torch.int64, device=DEVICE)
+        with self.assertRaisesRegex(RuntimeError, "can't be cast"):
+            torch.mul(x, x, out=narrow)
+
+    def test_dtypes(self):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool):
+            x = torch.tensor([0, 1, 1, 0, 1], dtype=dtype)
+            self.assertTrue(torch.equal(x.to(DEVICE).cpu(), x), dtype)
+            self.assertTrue(torch.equal(x.to(DEVICE)[::2].cpu(), x[::2]), dtype)
+            self.assertEqual((x.to(DEVICE) + 1.5).dtype, (x + 1.5).dtype)
+
+    def test_dtypes_that_claystone_lacks_are_stored(self):
+        for dtype in (torch.int8, torch.int16, torch.complex64):
+            x = torch.tensor([[1, 2], [3, 4]], dtype=dtype)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.assertTrue(torch.equal(x.to(DEVICE).t().cpu(), x.t()), dtype)
+                self.assertTrue(torch.equal((x.to(DEVICE) + x.to(DEVICE)).cpu(), x + x), dtype)
+
+    def test_copies(self):
+        x = torch.randn(4, 6)
+        y = torch.zeros(6, 4, device=DEVICE)
+        y.t().copy_(x)
+        self.assertTrue(torch.equal(y.cpu(), x.t()))
+        y[::2, 1:3].copy_(torch.ones(3, 2))
+        self.assertEqual(y[::2, 1:3].sum().item(), 6)
+        self.assertTrue(torch.equal(y.to(torch.float64).cpu(), y.cpu().double()))
+        z = torch.empty(2, 4, 6)
+        z.copy_(x.to(DEVICE))
+        self.assertTrue(torch.equal(z, x.expand(2, 4, 6)))
+
+    def test_resize(self):
+        x = torch.arange(4, device=DEVICE)
+        x.resize_(2, 3)
+        self.assertEqual(x.flatten()[:4].tolist(), [0, 1, 2, 3])
+
+    def test_nothing_reads_addresses(self):
+        x = torch.ones(3, device=DEVICE)
+        with self.assertRaises((TypeError, RuntimeError)):
+            x.numpy()
+
+    def test_promotion(self):
+        i, h, f = (torch.ones(2, dtype=d, device=DEVICE) for d in (torch.int64, torch.float16, torch.float32))
+        self.assertEqual([(i / i).dtype, (i * 1.0).dtype, (h + f).dtype, (h * 2.0).dtype, (i + h).dtype, (i > 0).dtype],
+                         [torch.float32, torch.float32, torch.float32, torch.float16, torch.float16, torch.bool])
+
+    def test_printing(self):
+        self.assertIn("device='claystone:0'", repr(torch.arange(3, device=DEVICE)))
+
+
+class Programs(unittest.TestCase):
+    def test_deepcopy_pickle_and_files(self):
+        model = torch.nn.Linear(3, 2).to(DEVICE)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            model.weight.add_(1)
+        self.assertEqual((model.weight - twin.weight).sum().item(), 6)
+        x = torch.randn(2, 3, device=DEVICE)
+        self.assertTrue(torch.equal(pickle.loads(pickle.dumps(x)), x))
+        file = io.BytesIO()
+        torch.save({"x": x, "row": x[1], "model": model.state_dict()}, file)
+        file.seek(0)
+        loaded = torch.load(file)
+        self.assertEqual(loaded["x"].device, x.device)
+        self.assertEqual(loaded["row"].untyped_storage().data_ptr(), loaded["x"].untyped_storage().data_ptr())
+        self.assertTrue(torch.equal(loaded["row"], x[1]))
+        file.seek(0)
+        self.assertTrue(torch.equal(torch.load(file, map_location="cpu")["x"], x.cpu()))
+        file = io.BytesIO()
+        torch.save(x.cpu(), file)
+        file.seek(0)
+        self.assertTrue(torch.equal(torch.load(file, map_location=DEVICE), x))
+
+    def test_data_loader(self):
+        data = TensorDataset(torch.arange(10.0), torch.arange(10))
+        total = 0
+        for x, y in DataLoader(data, batch_size=4, num_workers=1):
+            total += (x.to(DEVICE) * y.to(DEVICE)).sum().item()
+        self.assertEqual(total, sum(i * i for i in range(10)))
+
+    def test_autocast(self):
+        layer = torch.nn.Linear(4, 4).to(DEVICE)
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            self.assertEqual(layer(torch.randn(2, 4, device=DEVICE)).dtype, torch.bfloat16)
+
+    def test_random_numbers(self):
+        torch.manual_seed(5)
+        a = torch.rand(100, device=DEVICE)
+        state = torch.claystone.get_rng_state()
+        b = torch.randn(100, device=DEVICE)
+        torch.claystone.set_rng_state(state)
+        self.assertTrue(torch.equal(torch.randn(100, device=DEVICE), b))
+        torch.claystone.manual_seed(5)
+        self.assertTrue(torch.equal(torch.rand(100, device=DEVICE), a))
+        self.assertTrue(0 <= a.min().item() and a.max().item() < 1 and 0.3 < a.mean().item() < 0.7)
+        generator = torch.Generator(DEVICE).manual_seed(7)
+        c = torch.rand(5, device=DEVICE, generator=generator)
+        self.assertTrue(torch.equal(torch.rand(5, device=DEVICE, generator=generator.manual_seed(7)), c))
+        dropped = torch.nn.functional.dropout(torch.ones(1000, device=DEVICE), 0.25)
+        self.assertAlmostEqual(dropped.mean().item(), 1, delta=0.1)
+        self.assertEqual(sorted(torch.randperm(20, device=DEVICE).tolist()), list(range(20)))
+
+    def test_fallbacks_are_listed(self):
+        claystone_torch.reset_fallbacks()
+        x = torch.tensor([[2.0, 1], [1, 3]], device=DEVICE)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                torch.linalg.cholesky(x)
+        listed = claystone_torch.fallbacks()
+        self.assertEqual([name.split(".")[0] for name in listed], ["linalg_cholesky_ex"])
+        self.assertEqual(next(iter(listed.values()))[0], 3)
+        self.assertEqual(sum("linalg_cholesky_ex" in str(w.message) for w in caught), 1)
+
+    def test_a_tensor_of_another_device_is_an_error(self):
+        if torch.claystone.device_count() > 1:
+            with self.assertRaisesRegex(RuntimeError, "same device"):
+                torch.ones(2, device="claystone:0") + torch.ones(2, device="claystone:1")
+            x = torch.arange(3.0, device="claystone:0").to("claystone:1")
+            self.assertEqual(((x + 1).device.index, (x + 1).tolist()), (1, [1, 2, 3]))
+        with self.assertRaises(RuntimeError):
+            torch.empty(1, device="claystone:99")
+
+
+class Memory(unittest.TestCase):
+    def test_statistics(self):
+        torch.claystone.synchronize()
+        before = torch.claystone.memory_allocated()
+        x = torch.zeros(1 << 20, device=DEVICE)
+        self.assertGreaterEqual(torch.claystone.memory_allocated() - before, 4 << 20)
+        self.assertGreaterEqual(torch.claystone.max_memory_allocated(), torch.claystone.memory_allocated())
+        del x
+        self.assertEqual(torch.claystone.memory_allocated(), before)
+        torch.claystone.empty_cache()
+        free, total = torch.claystone.mem_get_info()
+        self.assertTrue(0 < free <= total)
+
+    def test_snapshot(self):
+        x = torch.zeros(1000, device=DEVICE)
+        segments = torch.claystone.memory_snapshot()
+        self.assertTrue(any(block["state"] == "active_allocated" for segment in segments for block in segment["blocks"]))
+        with tempfile.NamedTemporaryFile() as file:
+            torch.claystone._dump_snapshot(file.name)
+            self.assertIn("segments", pickle.load(open(file.name, "rb")))
+        del x
+
+    def test_out_of_memory(self):
+        total = torch.claystone.mem_get_info()[1]
+        with self.assertRaises(torch.OutOfMemoryError):
+            torch.zeros(64 * total, dtype=torch.uint8, device=DEVICE)
+
+    def test_steps_are_flat(self):
+        model = torch.nn.Linear(8, 8).to(DEVICE)
+        step = torch.optim.SGD(model.parameters(), lr=1e-3)
+        x = torch.randn(4, 8, device=DEVICE)
+        seen = []
+        for i in range(1000):
+            step.zero_grad()
+            model(x).square().mean().backward()
+            step.step()
+            if i in (10, 999):
+                torch.claystone.synchronize()
+                seen.append(torch.claystone.memory_allocated())
+        self.assertEqual(seen[0], seen[1])
+
+
+if __name__ == "__main__":
+    unittest.main()
