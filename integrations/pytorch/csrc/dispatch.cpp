@@ -103,6 +103,15 @@ void fall_back(const c10::OperatorHandle& handle, torch::jit::Stack* stack, cons
     if (first) {
         TORCH_WARN("claystone: ", name, " runs on the CPU: ", reason);
     }
+    // The two that PyTorch has for other devices only are the CPU's own by another name; the latter has the bias's sizes as well.
+    auto& dispatcher = c10::Dispatcher::singleton();
+    if (name == "convolution_overrideable") {
+        return at::native::cpu_fallback(dispatcher.findSchemaOrThrow("aten::convolution", ""), stack);
+    }
+    if (name == "convolution_backward_overrideable") {
+        stack->insert(stack->end() - 7, c10::IValue()); // before the stride
+        return at::native::cpu_fallback(dispatcher.findSchemaOrThrow("aten::convolution_backward", ""), stack);
+    }
     at::native::cpu_fallback(handle, stack);
 }
 

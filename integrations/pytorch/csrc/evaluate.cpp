@@ -209,6 +209,11 @@ TensorHandle tensor_of(const Value& value, const Scope& scope) {
                  argument(CLAYSTONE_TAG_DEVICE, {.integer = scope.device})});
 }
 
+TensorHandle as_row(const TensorHandle& number) {
+    const int64_t one = 1;
+    return run_one("reshape", {argument(CLAYSTONE_TAG_TENSOR, {.tensor = number.get()}), argument(CLAYSTONE_TAG_INTS, {.integers = &one}, 1)});
+}
+
 TensorHandle contiguous(const TensorHandle& tensor) {
     return run_one("contiguous", {argument(CLAYSTONE_TAG_TENSOR, {.tensor = tensor.get()})});
 }

@@ -50,6 +50,11 @@ const std::map<std::string, Value (*)(const Arguments&)> FUNCTIONS = {
          return sizes[at];
      }},
     {"is_none", [](const Arguments& a) -> Value { return a[0].is_none(); }},
+    // A tensor without dimensions as one of one element.
+    {"row", [](const Arguments& a) -> Value {
+         const auto* given = a[0].as<TensorHandle>();
+         return given && info(*given).tensor.rank == 0 ? Value(as_row(*given)) : a[0];
+     }},
     {"is_tensor", [](const Arguments& a) -> Value { return a[0].as<TensorHandle>() != nullptr; }},
     {"is_float", [](const Arguments& a) -> Value { return a[0].is_number() ? a[0].as<double>() != nullptr : is_float(dtype(a[0])); }},
     {"is_bool", [](const Arguments& a) -> Value { return a[0].is_number() ? a[0].as<bool>() != nullptr : dtype(a[0]) == CLAYSTONE_DTYPE_BOOL; }},
@@ -60,6 +65,12 @@ const std::map<std::string, Value (*)(const Arguments&)> FUNCTIONS = {
     {"whole", [](const Arguments& a) -> Value {
          const auto given = dtype(a[0]);
          return is_float(given) ? a[0] : Value(converted(tensor(a[0]), CLAYSTONE_DTYPE_I64));
+     }},
+    // A tensor of halves in f32, for what is computed in several steps; others as they are.
+    {"wide", [](const Arguments& a) -> Value {
+         const auto given = dtype(a[0]);
+         const bool half = given == CLAYSTONE_DTYPE_F16 || given == CLAYSTONE_DTYPE_BF16;
+         return half ? Value(converted(tensor(a[0]), CLAYSTONE_DTYPE_F32)) : a[0];
      }},
     // The first value that is there.
     {"either", [](const Arguments& a) -> Value { return a[0].is_none() ? a[1] : a[0]; }},
@@ -203,6 +214,9 @@ Value infix(const Node& node, Scope& scope) {
     if (left.as<int64_t>() && right.as<int64_t>() && sign != "/") {
         const int64_t a = left.integer(), b = right.integer();
         return sign == "+" ? a + b : sign == "-" ? a - b : a * b;
+    }
+    if (left.as<int64_t>() && right.as<int64_t>() && right.integer() != 0 && left.integer() % right.integer() == 0) {
+        return left.integer() / right.integer();
     }
     const double a = left.number(), b = right.number();
     return sign == "+" ? a + b : sign == "-" ? a - b : sign == "*" ? a * b : a / b;

@@ -13,6 +13,7 @@ TensorHandle tensor_of(const Value& value, const Scope& scope);
 // The places where a mask is true, a row each, and a column of them.
 TensorHandle nonzero(const TensorHandle& mask);
 TensorHandle column(const TensorHandle& matrix, size_t index);
+TensorHandle as_row(const TensorHandle& number);
 TensorHandle contiguous(const TensorHandle& tensor);
 TensorHandle cloned(const TensorHandle& tensor);
 TensorHandle converted(const TensorHandle& tensor, ClaystoneDtype dtype);
