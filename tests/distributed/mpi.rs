@@ -21,8 +21,8 @@ pub fn world() -> Option<&'static Group> {
 fn mpirun(ranks: usize, arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     Command::new("mpirun")
         .args(["--allow-run-as-root", "--oversubscribe", "--timeout", "300", "-n", &ranks.to_string()])
-        // Seconds between SIGTERM and SIGKILL, enough for a rank to say its sentence on a machine with much else to do.
-        .args(["--mca", "odls_base_sigkill_timeout", "10"])
+        // Seconds from SIGTERM to SIGKILL, for a rank to say its sentence on a machine with much else to do.
+        .args(["--mca", "odls_base_sigkill_timeout", "3"])
         .arg(std::env::current_exe().unwrap())
         .args(["--test-threads", "1", "--nocapture"])
         .args(arguments)
