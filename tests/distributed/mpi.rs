@@ -113,9 +113,9 @@ fn ends_with(fault: &str, sentences: &[&str], output: &Output) {
 }
 
 /// What the other ranks wait in when rank 1 is killed before it, and how they call it.
-type Place = (&'static str, fn(&Group, &Tensor) -> claystone::Result<()>);
+type Call = (&'static str, fn(&Group, &Tensor) -> claystone::Result<()>);
 
-const PLACES: [Place; 10] = [
+const CALLS: [Call; 10] = [
     ("all_reduce", |group, x| group.all_reduce(x, ReduceOp::Sum)),
     ("broadcast", |group, x| group.broadcast(x, 1)),
     ("all_gather", |group, x| group.all_gather(x).map(drop)),
@@ -145,16 +145,16 @@ fn killed_if_1(group: &Group) {
 
 #[test]
 fn rank_1_is_killed() {
-    let (Some(group), Ok(place)) = (world(), std::env::var(FAULT)) else { return };
-    let place: usize = place.parse().unwrap();
+    let (Some(group), Ok(call)) = (world(), std::env::var(FAULT)) else { return };
+    let call: usize = call.parse().unwrap();
     let x = Tensor::ones(3_000_000, group.device()).unwrap();
     for _ in 0..3 {
         group.all_reduce(&x, ReduceOp::Mean).unwrap();
     }
-    if place < PLACES.len() - 1 {
+    if call < CALLS.len() - 1 {
         killed_if_1(group);
     }
-    PLACES[place].1(group, &x).unwrap();
+    CALLS[call].1(group, &x).unwrap();
 }
 
 #[test]
@@ -162,10 +162,9 @@ fn a_job_ends_with_a_sentence_wherever_a_rank_is_killed() {
     if world().is_some() {
         return;
     }
-    for (place, (op, _)) in PLACES.iter().enumerate() {
-        let place = place.to_string();
-        let output =
-            mpirun(3, &["--exact", "mpi::rank_1_is_killed"], &[(FAULT, &place), ("CLAYSTONE_DEVICES", "none")]);
-        ends_with(&place, &[&format!("{op} waited for rank 1")], &output);
+    for (call, (op, _)) in CALLS.iter().enumerate() {
+        let call = call.to_string();
+        let output = mpirun(3, &["--exact", "mpi::rank_1_is_killed"], &[(FAULT, &call), ("CLAYSTONE_DEVICES", "none")]);
+        ends_with(&call, &[&format!("{op} waited for rank 1")], &output);
     }
 }

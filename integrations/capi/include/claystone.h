@@ -349,7 +349,7 @@ ClaystoneStatus claystone_stream_set_current(const ClaystoneStream *stream);
 void claystone_stream_release(ClaystoneStream *stream);
 
 // The number of a stream's device, and which of its streams it is: 0 is the default one. Numbers of streams that are gone are
-// given again. Either place may be null.
+// given again. Either pointer may be null.
 ClaystoneStatus claystone_stream_id(const ClaystoneStream *stream,
                                     int32_t *device_number,
                                     int64_t *id);
@@ -395,7 +395,7 @@ ClaystoneStatus claystone_tensor_new(const ClaystoneStorage *storage,
 // Gives a handle on a tensor back; null is none. To release one twice is undefined behaviour.
 void claystone_tensor_release(ClaystoneTensor *tensor);
 
-// What a tensor is, its sizes and its strides. Any of the last places may be null. `sizes` and `strides` have room for `capacity`
+// What a tensor is, its sizes and its strides. Any of the last pointers may be null. `sizes` and `strides` have room for `capacity`
 // entries; where the rank is larger it is an error, and `info` says the rank all the same.
 ClaystoneStatus claystone_tensor_info(const ClaystoneTensor *tensor,
                                       size_t capacity,

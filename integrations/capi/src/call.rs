@@ -9,7 +9,7 @@ use claystone::{Generator, Tensor, enable_grad, with_generator};
 
 use crate::device::device;
 use crate::memory::ClaystoneBytes;
-use crate::pointers::{array, borrow, handle, optional, place, places, text};
+use crate::pointers::{array, borrow, handle, optional, output, outputs, text};
 use crate::random::ClaystoneGenerator;
 use crate::status::{ClaystoneStatus, Fault, guard};
 use crate::tensor::{ClaystoneTensor, dtype};
@@ -234,9 +234,9 @@ unsafe fn with_call<R>(call: *const ClaystoneCall, run: impl FnOnce(Call) -> Res
 }
 
 /// Handles for results, which are the caller's.
-fn give(results: impl IntoIterator<Item = Option<Tensor>>, places: &mut [MaybeUninit<*mut ClaystoneTensor>]) {
-    for (place, result) in places.iter_mut().zip(results) {
-        place.write(result.map_or(std::ptr::null_mut(), |tensor| handle(ClaystoneTensor(tensor))));
+fn give(results: impl IntoIterator<Item = Option<Tensor>>, outputs: &mut [MaybeUninit<*mut ClaystoneTensor>]) {
+    for (output, result) in outputs.iter_mut().zip(results) {
+        output.write(result.map_or(std::ptr::null_mut(), |tensor| handle(ClaystoneTensor(tensor))));
     }
 }
 
@@ -252,13 +252,13 @@ pub unsafe extern "C" fn claystone_call(
     result_count: *mut usize,
 ) -> ClaystoneStatus {
     guard("claystone_call", || {
-        // SAFETY: places that are good for writing, says the caller.
-        let (places, count) = unsafe { (places(results, capacity, "results")?, optional(result_count)) };
+        // SAFETY: pointers that are good for writing, says the caller.
+        let (outputs, count) = unsafe { (outputs(results, capacity, "results")?, optional(result_count)) };
         let run = |call: Call| Ok(call.drawing(|| ops::call(call.name, &call.tensors, &call.arguments))?);
         // SAFETY: what the call points to is good, says the caller.
         let made = unsafe { with_call(call, run)? };
-        count.map(|place| place.write(made.len()));
-        give(made.into_iter().map(Some), places);
+        count.map(|output| output.write(made.len()));
+        give(made.into_iter().map(Some), outputs);
         Ok(())
     })
 }
@@ -302,14 +302,14 @@ pub unsafe extern "C" fn claystone_call_backward(
 ) -> ClaystoneStatus {
     guard("claystone_call_backward", || {
         // SAFETY: arrays, says the caller, of which the entries of `grad_outputs` are null or handles that live.
-        let (grad_outputs, wanted, places) = unsafe {
+        let (grad_outputs, wanted, outputs) = unsafe {
             let handles = array(grad_outputs, grad_output_count, "grad_outputs")?;
             let grad_outputs: Vec<Option<&Tensor>> = handles.iter().map(|&t| t.as_ref().map(|t| &t.0)).collect();
-            (grad_outputs, array(wanted, tensor_count, "wanted")?, places(gradients, tensor_count, "gradients")?)
+            (grad_outputs, array(wanted, tensor_count, "wanted")?, outputs(gradients, tensor_count, "gradients")?)
         };
         // SAFETY: what the call points to is good, says the caller.
         let made = unsafe { with_call(call, |call| backward(&call, &grad_outputs, wanted))? };
-        give(made, places);
+        give(made, outputs);
         Ok(())
     })
 }
@@ -353,9 +353,9 @@ fn backward(call: &Call, grad_outputs: &[Option<&Tensor>], wanted: &[u8]) -> Res
 pub unsafe extern "C" fn claystone_operations(signatures: *mut ClaystoneBytes) -> ClaystoneStatus {
     guard("claystone_operations", || {
         // SAFETY: good for writing, says the caller.
-        let place = unsafe { place(signatures, "signatures")? };
+        let output = unsafe { output(signatures, "signatures")? };
         let lines: Vec<String> = ops::operations().iter().map(|op| op.signature().to_string()).collect();
-        place.write(ClaystoneBytes::new((lines.join("\n") + "\n").into_bytes()));
+        output.write(ClaystoneBytes::new((lines.join("\n") + "\n").into_bytes()));
         Ok(())
     })
 }

@@ -3,7 +3,7 @@
 use claystone::Device;
 
 use crate::memory::ClaystoneBytes;
-use crate::pointers::place;
+use crate::pointers::output;
 use crate::status::{ClaystoneStatus, Fault, guard};
 
 /// The number of the CPU device, which is always there. OpenCL devices have the numbers from 0 on.
@@ -33,7 +33,7 @@ pub(crate) fn number(device: Device) -> i32 {
 pub unsafe extern "C" fn claystone_device_count(count: *mut i32) -> ClaystoneStatus {
     guard("claystone_device_count", || {
         // SAFETY: good for writing, says the caller.
-        let count = unsafe { place(count, "count")? };
+        let count = unsafe { output(count, "count")? };
         count.write(Device::all().iter().filter(|&&device| device != Device::Cpu).count() as i32);
         Ok(())
     })
@@ -44,7 +44,7 @@ pub unsafe extern "C" fn claystone_device_count(count: *mut i32) -> ClaystoneSta
 pub unsafe extern "C" fn claystone_device_name(number: i32, name: *mut ClaystoneBytes) -> ClaystoneStatus {
     guard("claystone_device_name", || {
         // SAFETY: good for writing, says the caller.
-        let name = unsafe { place(name, "name")? };
+        let name = unsafe { output(name, "name")? };
         name.write(ClaystoneBytes::new(device(number)?.info()?.name.into_bytes()));
         Ok(())
     })
@@ -55,7 +55,7 @@ pub unsafe extern "C" fn claystone_device_name(number: i32, name: *mut Claystone
 pub unsafe extern "C" fn claystone_device_memory(number: i32, bytes: *mut u64) -> ClaystoneStatus {
     guard("claystone_device_memory", || {
         // SAFETY: good for writing, says the caller.
-        let bytes = unsafe { place(bytes, "bytes")? };
+        let bytes = unsafe { output(bytes, "bytes")? };
         bytes.write(device(number)?.info()?.memory);
         Ok(())
     })
@@ -66,7 +66,7 @@ pub unsafe extern "C" fn claystone_device_memory(number: i32, bytes: *mut u64) -
 pub unsafe extern "C" fn claystone_device_is_available(number: i32, available: *mut bool) -> ClaystoneStatus {
     guard("claystone_device_is_available", || {
         // SAFETY: good for writing, says the caller.
-        let available = unsafe { place(available, "available")? };
+        let available = unsafe { output(available, "available")? };
         available.write(device(number)?.is_available());
         Ok(())
     })

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use claystone::storage::{DeviceStats, HistoryOptions, PoolStats, Recording, Stat};
 
 use crate::device::device;
-use crate::pointers::place;
+use crate::pointers::output;
 use crate::status::{ClaystoneStatus, Fault, guard};
 
 /// Bytes that claystone made, which are the caller's: `claystone_bytes_free` frees them. One zero byte that is not counted follows them,
@@ -56,7 +56,7 @@ pub enum ClaystoneSnapshotFormat {
 pub unsafe extern "C" fn claystone_memory_stats(number: i32, json: *mut ClaystoneBytes) -> ClaystoneStatus {
     guard("claystone_memory_stats", || {
         // SAFETY: good for writing, says the caller.
-        let json = unsafe { place(json, "json")? };
+        let json = unsafe { output(json, "json")? };
         json.write(ClaystoneBytes::new(stats_json(&device(number)?.memory_stats()?).into_bytes()));
         Ok(())
     })
@@ -146,9 +146,9 @@ pub unsafe extern "C" fn claystone_memory_snapshot(
 ) -> ClaystoneStatus {
     guard("claystone_memory_snapshot", || {
         // SAFETY: good for writing, says the caller.
-        let place = unsafe { place(snapshot, "snapshot")? };
+        let output = unsafe { output(snapshot, "snapshot")? };
         let snapshot = device(number)?.memory_snapshot()?;
-        place.write(ClaystoneBytes::new(match format {
+        output.write(ClaystoneBytes::new(match format {
             f if f == ClaystoneSnapshotFormat::Pickle as i32 => snapshot.to_pickle()?,
             f if f == ClaystoneSnapshotFormat::Json as i32 => snapshot.to_json()?.into_bytes(),
             other => return Err(Fault::Argument(format!("{other} is no ClaystoneSnapshotFormat"))),

@@ -1,4 +1,4 @@
-//! What C's pointers are, once they are checked for null: handles, arrays, texts and places for results.
+//! What C's pointers are, once they are checked for null: handles, arrays, texts and where results go.
 
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
@@ -40,7 +40,7 @@ pub(crate) unsafe fn array<'a, T>(pointer: *const T, count: usize, what: &str) -
 ///
 /// # Safety
 /// It is null, or good for writing `count` entries as long as the result is used, and nobody else uses it meanwhile.
-pub(crate) unsafe fn places<'a, T>(
+pub(crate) unsafe fn outputs<'a, T>(
     pointer: *mut T,
     count: usize,
     what: &str,
@@ -59,18 +59,18 @@ pub(crate) unsafe fn places<'a, T>(
 /// Memory of the host that is written to.
 ///
 /// # Safety
-/// As [`places`]. The bytes count as initialised, as all that comes over the border does.
+/// As [`outputs`]. The bytes count as initialised, as all that comes over the border does.
 pub(crate) unsafe fn bytes<'a>(pointer: *mut u8, count: usize, what: &str) -> Result<&'a mut [u8], Fault> {
     // SAFETY: the caller's promise.
-    let places = unsafe { places(pointer, count, what)? };
+    let outputs = unsafe { outputs(pointer, count, what)? };
     // SAFETY: the same entries, which count as initialised, says the caller.
-    Ok(unsafe { slice::from_raw_parts_mut(places.as_mut_ptr().cast(), count) })
+    Ok(unsafe { slice::from_raw_parts_mut(outputs.as_mut_ptr().cast(), count) })
 }
 
 /// Where one result goes, if anywhere.
 ///
 /// # Safety
-/// As [`places`], for one entry.
+/// As [`outputs`], for one entry.
 pub(crate) unsafe fn optional<'a, T>(pointer: *mut T) -> Option<&'a mut MaybeUninit<T>> {
     // SAFETY: the caller's promise; what is there may be any bytes.
     unsafe { pointer.cast::<MaybeUninit<T>>().as_mut() }
@@ -79,8 +79,8 @@ pub(crate) unsafe fn optional<'a, T>(pointer: *mut T) -> Option<&'a mut MaybeUni
 /// Where one result goes.
 ///
 /// # Safety
-/// As [`places`], for one entry.
-pub(crate) unsafe fn place<'a, T>(pointer: *mut T, what: &str) -> Result<&'a mut MaybeUninit<T>, Fault> {
+/// As [`outputs`], for one entry.
+pub(crate) unsafe fn output<'a, T>(pointer: *mut T, what: &str) -> Result<&'a mut MaybeUninit<T>, Fault> {
     // SAFETY: the caller's promise.
     unsafe { optional(pointer) }.ok_or_else(|| null(what))
 }

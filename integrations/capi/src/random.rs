@@ -3,7 +3,7 @@
 use claystone::Generator;
 use claystone::ops::Seed;
 
-use crate::pointers::{borrow, handle, place, release};
+use crate::pointers::{borrow, handle, output, release};
 use crate::status::{ClaystoneStatus, Fault, guard};
 
 /// A handle on a generator of random numbers: a seed and the number of draws made from it. One serves every device. Where a function
@@ -30,8 +30,8 @@ pub unsafe extern "C" fn claystone_generator_new(
 ) -> ClaystoneStatus {
     guard("claystone_generator_new", || {
         // SAFETY: good for writing, says the caller.
-        let place = unsafe { place(generator, "generator")? };
-        place.write(handle(ClaystoneGenerator(Generator::new(seed))));
+        let output = unsafe { output(generator, "generator")? };
+        output.write(handle(ClaystoneGenerator(Generator::new(seed))));
         Ok(())
     })
 }
@@ -66,9 +66,9 @@ pub unsafe extern "C" fn claystone_generator_state(
     draws: *mut u64,
 ) -> ClaystoneStatus {
     guard("claystone_generator_state", || {
-        // SAFETY: null or a handle that lives, and places that are good for writing, says the caller.
+        // SAFETY: null or a handle that lives, and pointers that are good for writing, says the caller.
         let (generator, seed, draws) =
-            unsafe { (generator(generator_handle)?, place(seed, "seed")?, place(draws, "draws")?) };
+            unsafe { (generator(generator_handle)?, output(seed, "seed")?, output(draws, "draws")?) };
         let state = generator.state();
         seed.write(state.key);
         draws.write(state.stream);

@@ -4,7 +4,7 @@ use claystone::storage::Storage;
 use claystone::{DType, Tensor};
 
 use crate::device::{device, number};
-use crate::pointers::{borrow, handle, place, release, retain, use_count};
+use crate::pointers::{borrow, handle, output, release, retain, use_count};
 use crate::status::{ClaystoneStatus, guard};
 use crate::stream::ClaystoneStream;
 
@@ -22,7 +22,7 @@ pub unsafe extern "C" fn claystone_storage_new(
 ) -> ClaystoneStatus {
     guard("claystone_storage_new", || {
         // SAFETY: good for writing, says the caller.
-        let storage = unsafe { place(storage, "storage")? };
+        let storage = unsafe { output(storage, "storage")? };
         let bytes = Tensor::empty(nbytes, (DType::U8, device(device_number)?))?;
         storage.write(handle(ClaystoneStorage(bytes.storage().clone())));
         Ok(())
@@ -53,8 +53,8 @@ pub unsafe extern "C" fn claystone_storage_use_count(
     count: *mut usize,
 ) -> ClaystoneStatus {
     guard("claystone_storage_use_count", || {
-        // SAFETY: a handle that was not released, and a place that is good for writing, says the caller.
-        let (uses, count) = unsafe { (use_count(storage, "storage")?, place(count, "count")?) };
+        // SAFETY: a handle that was not released, and a pointer that is good for writing, says the caller.
+        let (uses, count) = unsafe { (use_count(storage, "storage")?, output(count, "count")?) };
         count.write(uses);
         Ok(())
     })
@@ -67,8 +67,8 @@ pub unsafe extern "C" fn claystone_storage_nbytes(
     nbytes: *mut usize,
 ) -> ClaystoneStatus {
     guard("claystone_storage_nbytes", || {
-        // SAFETY: a handle that lives, and a place that is good for writing, says the caller.
-        let (storage, nbytes) = unsafe { (borrow(storage, "storage")?, place(nbytes, "nbytes")?) };
+        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        let (storage, nbytes) = unsafe { (borrow(storage, "storage")?, output(nbytes, "nbytes")?) };
         nbytes.write(storage.0.nbytes());
         Ok(())
     })
@@ -81,8 +81,9 @@ pub unsafe extern "C" fn claystone_storage_device(
     device_number: *mut i32,
 ) -> ClaystoneStatus {
     guard("claystone_storage_device", || {
-        // SAFETY: a handle that lives, and a place that is good for writing, says the caller.
-        let (storage, device_number) = unsafe { (borrow(storage, "storage")?, place(device_number, "device_number")?) };
+        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        let (storage, device_number) =
+            unsafe { (borrow(storage, "storage")?, output(device_number, "device_number")?) };
         device_number.write(number(storage.0.device()));
         Ok(())
     })
@@ -96,9 +97,9 @@ pub unsafe extern "C" fn claystone_storage_is_same(
     same: *mut bool,
 ) -> ClaystoneStatus {
     guard("claystone_storage_is_same", || {
-        // SAFETY: handles that live, and a place that is good for writing, says the caller.
+        // SAFETY: handles that live, and a pointer that is good for writing, says the caller.
         let (storage, other, same) =
-            unsafe { (borrow(storage, "storage")?, borrow(other, "other")?, place(same, "same")?) };
+            unsafe { (borrow(storage, "storage")?, borrow(other, "other")?, output(same, "same")?) };
         same.write(storage.0.ptr_eq(&other.0));
         Ok(())
     })

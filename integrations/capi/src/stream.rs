@@ -1,11 +1,11 @@
 //! Streams and events.
 
-use claystone::Stream;
 use claystone::device::{Event, set_stream};
+use claystone::{Device, Stream};
 
 use crate::device::{device, number};
-use crate::pointers::{borrow, handle, optional, place, release};
-use crate::status::{ClaystoneStatus, guard};
+use crate::pointers::{borrow, handle, optional, output, release};
+use crate::status::{ClaystoneStatus, Fault, guard};
 
 /// A handle on a line of work of one device: what is submitted to it runs in order.
 pub struct ClaystoneStream(pub(crate) Stream);
@@ -13,18 +13,29 @@ pub struct ClaystoneStream(pub(crate) Stream);
 /// A handle on a point in a stream's work. Events have no times.
 pub struct ClaystoneEvent(Event);
 
+/// A handle on the stream that `make` gives for a device.
+///
+/// # Safety
+/// `stream` is null or good for writing.
+unsafe fn write_stream(
+    make: fn(Device) -> claystone::Result<Stream>,
+    device_number: i32,
+    stream: *mut *mut ClaystoneStream,
+) -> Result<(), Fault> {
+    // SAFETY: the caller's promise.
+    let stream = unsafe { output(stream, "stream")? };
+    stream.write(handle(ClaystoneStream(make(device(device_number)?)?)));
+    Ok(())
+}
+
 /// Makes a stream of its own. When its last handle is released, what was submitted still runs.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_new(
     device_number: i32,
     stream: *mut *mut ClaystoneStream,
 ) -> ClaystoneStatus {
-    guard("claystone_stream_new", || {
-        // SAFETY: good for writing, says the caller.
-        let stream = unsafe { place(stream, "stream")? };
-        stream.write(handle(ClaystoneStream(Stream::new(device(device_number)?)?)));
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    guard("claystone_stream_new", || unsafe { write_stream(Stream::new, device_number, stream) })
 }
 
 /// A handle on the stream every device has, which all threads use unless another one is set.
@@ -33,12 +44,8 @@ pub unsafe extern "C" fn claystone_stream_default(
     device_number: i32,
     stream: *mut *mut ClaystoneStream,
 ) -> ClaystoneStatus {
-    guard("claystone_stream_default", || {
-        // SAFETY: good for writing, says the caller.
-        let stream = unsafe { place(stream, "stream")? };
-        stream.write(handle(ClaystoneStream(Stream::default_stream(device(device_number)?)?)));
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    guard("claystone_stream_default", || unsafe { write_stream(Stream::default_stream, device_number, stream) })
 }
 
 /// A handle on the stream that this thread's work on a device goes to.
@@ -47,12 +54,8 @@ pub unsafe extern "C" fn claystone_stream_current(
     device_number: i32,
     stream: *mut *mut ClaystoneStream,
 ) -> ClaystoneStatus {
-    guard("claystone_stream_current", || {
-        // SAFETY: good for writing, says the caller.
-        let stream = unsafe { place(stream, "stream")? };
-        stream.write(handle(ClaystoneStream(Stream::current(device(device_number)?)?)));
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    guard("claystone_stream_current", || unsafe { write_stream(Stream::current, device_number, stream) })
 }
 
 /// Makes a stream the one that this thread's work on its device goes to from now on; the thread keeps it until another is set.
@@ -74,7 +77,7 @@ pub unsafe extern "C" fn claystone_stream_release(stream: *mut ClaystoneStream) 
 }
 
 /// The number of a stream's device, and which of its streams it is: 0 is the default one. Numbers of streams that are gone are
-/// given again. Either place may be null.
+/// given again. Either pointer may be null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_id(
     stream: *const ClaystoneStream,
@@ -82,10 +85,10 @@ pub unsafe extern "C" fn claystone_stream_id(
     id: *mut i64,
 ) -> ClaystoneStatus {
     guard("claystone_stream_id", || {
-        // SAFETY: a handle that lives, and places that are null or good for writing, says the caller.
+        // SAFETY: a handle that lives, and pointers that are null or good for writing, says the caller.
         let (stream, device_number, id) = unsafe { (borrow(stream, "stream")?, optional(device_number), optional(id)) };
-        device_number.map(|place| place.write(number(stream.0.device())));
-        id.map(|place| place.write(stream.0.id().index() as i64));
+        device_number.map(|output| output.write(number(stream.0.device())));
+        id.map(|output| output.write(stream.0.id().index() as i64));
         Ok(())
     })
 }
@@ -104,8 +107,8 @@ pub unsafe extern "C" fn claystone_stream_synchronize(stream: *const ClaystoneSt
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_query(stream: *const ClaystoneStream, done: *mut bool) -> ClaystoneStatus {
     guard("claystone_stream_query", || {
-        // SAFETY: a handle that lives, and a place that is good for writing, says the caller.
-        let (stream, done) = unsafe { (borrow(stream, "stream")?, place(done, "done")?) };
+        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        let (stream, done) = unsafe { (borrow(stream, "stream")?, output(done, "done")?) };
         done.write(stream.0.is_idle()?);
         Ok(())
     })
@@ -132,8 +135,8 @@ pub unsafe extern "C" fn claystone_stream_record_event(
     event: *mut *mut ClaystoneEvent,
 ) -> ClaystoneStatus {
     guard("claystone_stream_record_event", || {
-        // SAFETY: a handle that lives, and a place that is good for writing, says the caller.
-        let (stream, event) = unsafe { (borrow(stream, "stream")?, place(event, "event")?) };
+        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        let (stream, event) = unsafe { (borrow(stream, "stream")?, output(event, "event")?) };
         event.write(handle(ClaystoneEvent(stream.0.record_event()?)));
         Ok(())
     })
@@ -156,8 +159,8 @@ pub unsafe extern "C" fn claystone_stream_wait_event(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_event_query(event: *const ClaystoneEvent, done: *mut bool) -> ClaystoneStatus {
     guard("claystone_event_query", || {
-        // SAFETY: a handle that lives, and a place that is good for writing, says the caller.
-        let (event, done) = unsafe { (borrow(event, "event")?, place(done, "done")?) };
+        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        let (event, done) = unsafe { (borrow(event, "event")?, output(done, "done")?) };
         done.write(event.0.is_done()?);
         Ok(())
     })

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use claystone::{DType, Tensor};
 
 use crate::device::number;
-use crate::pointers::{array, borrow, bytes, handle, optional, place, places, release};
+use crate::pointers::{array, borrow, bytes, handle, optional, output, outputs, release};
 use crate::status::{ClaystoneStatus, Fault, guard};
 use crate::storage::ClaystoneStorage;
 
@@ -85,10 +85,10 @@ pub unsafe extern "C" fn claystone_tensor_new(
     tensor: *mut *mut ClaystoneTensor,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_new", || {
-        // SAFETY: a handle that lives, arrays of `rank` entries, and a place that is good for writing, says the caller.
+        // SAFETY: a handle that lives, arrays of `rank` entries, and a pointer that is good for writing, says the caller.
         let (storage, sizes, strides, tensor) = unsafe {
             let (sizes, strides) = (array(sizes, rank, "sizes")?, array(strides, rank, "strides")?);
-            (borrow(storage, "storage")?, sizes, strides, place(tensor, "tensor")?)
+            (borrow(storage, "storage")?, sizes, strides, output(tensor, "tensor")?)
         };
         let negative = |what: &str, n: i64| Fault::Argument(format!("{what} {n} is negative"));
         let size = |&n: &i64| usize::try_from(n).map_err(|_| negative("the size", n));
@@ -109,7 +109,7 @@ pub unsafe extern "C" fn claystone_tensor_release(tensor: *mut ClaystoneTensor) 
     unsafe { release("claystone_tensor_release", tensor) }
 }
 
-/// What a tensor is, its sizes and its strides. Any of the last places may be null. `sizes` and `strides` have room for `capacity`
+/// What a tensor is, its sizes and its strides. Any of the last pointers may be null. `sizes` and `strides` have room for `capacity`
 /// entries; where the rank is larger it is an error, and `info` says the rank all the same.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_tensor_info(
@@ -120,23 +120,23 @@ pub unsafe extern "C" fn claystone_tensor_info(
     strides: *mut i64,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_info", || {
-        // SAFETY: a handle that lives, and places that are null or good for writing, says the caller.
+        // SAFETY: a handle that lives, and pointers that are null or good for writing, says the caller.
         let (tensor, info, sizes, strides) = unsafe {
-            let given = |place: *mut i64| (!place.is_null()).then(|| places(place, capacity, "")).transpose();
+            let given = |output: *mut i64| (!output.is_null()).then(|| outputs(output, capacity, "")).transpose();
             (&borrow(tensor, "tensor")?.0, optional(info), given(sizes)?, given(strides)?)
         };
         let dtype = DTYPES.iter().find(|(_, dtype)| *dtype == tensor.dtype());
         let (dtype, _) = dtype.ok_or_else(|| Fault::Argument(format!("{} has no ClaystoneDtype", tensor.dtype())))?;
         let (rank, numel, offset) = (tensor.rank(), tensor.numel(), tensor.offset());
         let device = number(tensor.device());
-        info.map(|place| place.write(ClaystoneTensorInfo { device, dtype: *dtype as i32, rank, numel, offset }));
+        info.map(|output| output.write(ClaystoneTensorInfo { device, dtype: *dtype as i32, rank, numel, offset }));
         if rank > capacity && (sizes.is_some() || strides.is_some()) {
             return Err(Fault::Argument(format!("the tensor has {rank} dimensions, and there is room for {capacity}")));
         }
         let all_sizes = tensor.shape().dims().iter().map(|&n| n as i64);
         let all_strides = tensor.strides().iter().map(|&n| n as i64);
-        sizes.into_iter().flatten().zip(all_sizes).for_each(|(place, n)| _ = place.write(n));
-        strides.into_iter().flatten().zip(all_strides).for_each(|(place, n)| _ = place.write(n));
+        sizes.into_iter().flatten().zip(all_sizes).for_each(|(output, n)| _ = output.write(n));
+        strides.into_iter().flatten().zip(all_strides).for_each(|(output, n)| _ = output.write(n));
         Ok(())
     })
 }
@@ -148,8 +148,8 @@ pub unsafe extern "C" fn claystone_tensor_storage(
     storage: *mut *mut ClaystoneStorage,
 ) -> ClaystoneStatus {
     guard("claystone_tensor_storage", || {
-        // SAFETY: a handle that lives, and a place that is good for writing, says the caller.
-        let (tensor, storage) = unsafe { (borrow(tensor, "tensor")?, place(storage, "storage")?) };
+        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
+        let (tensor, storage) = unsafe { (borrow(tensor, "tensor")?, output(storage, "storage")?) };
         storage.write(handle(ClaystoneStorage(tensor.0.storage().clone())));
         Ok(())
     })

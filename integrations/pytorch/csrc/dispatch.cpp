@@ -32,8 +32,8 @@ struct Row {
 // An operator as this kernel needs it.
 struct Operator {
     const Row* row = nullptr;
-    std::vector<size_t> arguments; // places on the stack of the arguments of the row
-    std::vector<size_t> outputs;   // places on the stack of what is written
+    std::vector<size_t> arguments; // positions on the stack of the arguments of the row
+    std::vector<size_t> outputs;   // positions on the stack of what is written
     bool in_place = false;
 };
 
@@ -151,10 +151,10 @@ std::optional<std::vector<int64_t>> common_shape(const Scope& scope) {
         const auto sizes = info(*tensor).sizes;
         shape.insert(shape.begin(), sizes.size() > shape.size() ? sizes.size() - shape.size() : 0, 1);
         for (size_t i = 0; i < sizes.size(); i++) {
-            int64_t& place = shape[shape.size() - sizes.size() + i];
-            if (place == 1) {
-                place = sizes[i];
-            } else if (sizes[i] != 1 && sizes[i] != place) {
+            int64_t& size = shape[shape.size() - sizes.size() + i];
+            if (size == 1) {
+                size = sizes[i];
+            } else if (sizes[i] != 1 && sizes[i] != size) {
                 return std::nullopt;
             }
         }
@@ -216,13 +216,13 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
     const size_t size = schema.arguments().size(), base = stack->size() - size;
     Scope scope = scope_of(op, size, *stack, base);
     const c10::DeviceGuard guard(c10::Device(c10::DeviceType::PrivateUse1, scope.device == CLAYSTONE_CPU ? 0 : scope.device));
-    for (const size_t place : op.arguments) {
-        scope.values.push_back(value_of((*stack)[base + place]));
+    for (const size_t position : op.arguments) {
+        scope.values.push_back(value_of((*stack)[base + position]));
     }
     const size_t arguments = scope.values.size();
     std::vector<at::Tensor> outputs;
-    for (const size_t place : op.outputs) {
-        const auto& output = (*stack)[base + place];
+    for (const size_t position : op.outputs) {
+        const auto& output = (*stack)[base + position];
         if (!output.isTensor() || !is_ours(output.toTensor()) || !claystone_dtype(output.toTensor().scalar_type())) {
             throw Refused("claystone has no tensors such as that which is written");
         }
@@ -311,8 +311,8 @@ void add_row(const std::string& name, const std::vector<RowText>& texts) {
     const std::string key = key_of(handle->schema(), &inputs, &outputs, &in_place);
     Row row{};
     std::vector<std::string> arguments;
-    for (const size_t place : inputs) {
-        arguments.push_back(handle->schema().arguments()[place].name());
+    for (const size_t position : inputs) {
+        arguments.push_back(handle->schema().arguments()[position].name());
     }
     for (const RowText& text : texts) {
         std::optional<Program> condition;

@@ -262,8 +262,8 @@ Value evaluate(const Node& node, Scope& scope) {
 
 void evaluate_into(const Node& operation, Scope& scope, const TensorHandle& out) {
     const Call call(operation, scope);
-    const ClaystoneTensor* const places[] = {out.get()};
-    check_call(claystone_call_out(&call.call, places, 1));
+    const ClaystoneTensor* const targets[] = {out.get()};
+    check_call(claystone_call_out(&call.call, targets, 1));
 }
 
 } // namespace claystone_torch

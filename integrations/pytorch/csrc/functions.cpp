@@ -152,7 +152,7 @@ const std::map<std::string, Value (*)(const Arguments&)> FUNCTIONS = {
          }
          return values.empty() ? a[0] : Value(values);
      }},
-    // Indices of which each is for one dim: masks are the places where they are true.
+    // Indices of which each is for one dim: masks are the positions where they are true.
     {"plain_indices", [](const Arguments& a) -> Value {
          Values values;
          for (const Value& value : std::get<Values>(a[0])) {
@@ -164,9 +164,9 @@ const std::map<std::string, Value (*)(const Arguments&)> FUNCTIONS = {
              if (rank == 0) {
                  throw Refused("an index is a mask without dimensions");
              }
-             const auto places = nonzero(tensor(value));
+             const auto positions = nonzero(tensor(value));
              for (size_t dim = 0; dim < rank; dim++) {
-                 values.push_back(column(places, dim));
+                 values.push_back(column(positions, dim));
              }
          }
          return values;

@@ -10,7 +10,7 @@ Value function(const Node& node, Scope& scope);
 Value infix(const Node& node, Scope& scope);
 // A tensor without dimensions of a number.
 TensorHandle tensor_of(const Value& value, const Scope& scope);
-// The places where a mask is true, a row each, and a column of them.
+// The positions where a mask is true, a row each, and a column of them.
 TensorHandle nonzero(const TensorHandle& mask);
 TensorHandle column(const TensorHandle& matrix, size_t index);
 TensorHandle as_row(const TensorHandle& number);

@@ -38,10 +38,10 @@ RANDOM = {
 def entries(patterns):
     from torch.testing._internal.common_methods_invocations import op_db
 
-    for place, op in enumerate(op_db):
+    for position, op in enumerate(op_db):
         name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            yield place, name, op
+            yield position, name, op
 
 
 def moved(value, device):
@@ -179,11 +179,11 @@ def worker(arguments):
     import claystone_torch  # noqa: F401
 
     torch.set_num_threads(1)
-    for place, name, op in entries(arguments.entries):
-        if place < arguments.start or (place - arguments.start) % arguments.step:
+    for position, name, op in entries(arguments.entries):
+        if position < arguments.start or (position - arguments.start) % arguments.step:
             continue
-        print(json.dumps({"place": place, "begins": name}), flush=True)
-        print(json.dumps({"place": place, "name": name, "result": run_entry(op, name, arguments.dtype, arguments.samples)}), flush=True)
+        print(json.dumps({"position": position, "begins": name}), flush=True)
+        print(json.dumps({"position": position, "name": name, "result": run_entry(op, name, arguments.dtype, arguments.samples)}), flush=True)
 
 
 def shard(arguments, first, step, results, lock):
@@ -202,7 +202,7 @@ def shard(arguments, first, step, results, lock):
         timer = threading.Timer(600, stop)
         timer.start()
         for line in process.stdout:
-            if not line.startswith('{"place"'):
+            if not line.startswith('{"position"'):
                 continue
             message = json.loads(line)
             if "begins" in message:
@@ -226,7 +226,7 @@ def shard(arguments, first, step, results, lock):
         with lock:
             results[current["begins"]] = {"passed": 0, "failed": 1, "skipped": 0, "no_row": [], "refused": {},
                                           "failures": ["hangs" if hung.is_set() else f"crashes: status {status}"]}
-        start = current["place"] + step
+        start = current["position"] + step
 
 
 def kind(result):

@@ -45,7 +45,7 @@ class Transformer(nn.Module):
 
     def __init__(self, vocabulary=17, width=16, heads=2, layers=2, length=8):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(nn.ModuleDict({
             "ln1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
             "ln2": nn.LayerNorm(width), "up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width),
@@ -55,7 +55,7 @@ class Transformer(nn.Module):
 
     def forward(self, x):
         batch, length = x.shape
-        x = self.tokens(x) + self.places(torch.arange(length, device=x.device))
+        x = self.tokens(x) + self.positions(torch.arange(length, device=x.device))
         for block in self.blocks:
             q, k, v = block["qkv"](block["ln1"](x)).split(x.shape[-1], dim=2)
             q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in (q, k, v))

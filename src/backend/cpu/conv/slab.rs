@@ -136,8 +136,8 @@ impl<'a, T: Pod> Slabs<'a, T> {
             if !in_place {
                 // Rows that lie one after another are loaded together.
                 let rows = if s[2] == w.image[1] as isize && s[3] == 1 { self.seen.len().max(1) } else { 1 };
-                let places = part.images.clone().flat_map(|n| self.seen.clone().step_by(rows).map(move |h| (n, h)));
-                for ((n, h), line) in places.zip(lines.chunks_exact_mut(rows * w.image[1])) {
+                let rows_seen = part.images.clone().flat_map(|n| self.seen.clone().step_by(rows).map(move |h| (n, h)));
+                for ((n, h), line) in rows_seen.zip(lines.chunks_exact_mut(rows * w.image[1])) {
                     let start = first + n as isize * s[0] + h as isize * s[2];
                     load(c, start as usize, line);
                 }
