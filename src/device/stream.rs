@@ -6,6 +6,7 @@
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use super::capture;
 use super::hints::{Priority, StreamHints};
@@ -216,7 +217,18 @@ impl Stream {
     pub fn record_event(&self) -> Result<Event> {
         capture::refuse(self.device(), "record_event", BETWEEN)?;
         let event = self.cl()?.map(|cl| cl.record(self.id())).transpose()?.map(Arc::new);
-        Ok(Event { device: self.device(), event })
+        Ok(Event { device: self.device(), event, timed: None })
+    }
+
+    /// [`record_event`](Self::record_event) with an event that knows when it was done: PyTorch's
+    /// `torch.cuda.Event(enable_timing=True)`. [`Event::elapsed_time`] is for two of these.
+    ///
+    /// # Errors
+    /// Those of [`record_event`](Self::record_event).
+    pub fn record_timed_event(&self) -> Result<Event> {
+        capture::refuse(self.device(), "record_timed_event", BETWEEN)?;
+        let event = self.cl()?.map(|cl| cl.record_timed(self.id())).transpose()?.map(Arc::new);
+        Ok(Event { device: self.device(), event, timed: Some(Instant::now()) })
     }
 
     /// Holds back everything submitted to the stream from now on until the event is done. The host does not wait,
@@ -257,12 +269,14 @@ fn cl(device: Device) -> Result<Option<&'static ClDevice>> {
     }
 }
 
-/// A point in a stream's work. PyTorch's `torch.cuda.Event`, without timing.
+/// A point in a stream's work. PyTorch's `torch.cuda.Event`.
 #[derive(Debug, Clone)]
 pub struct Event {
     device: Device,
     /// None on the CPU, where everything is done already.
     event: Option<Arc<ClEvent>>,
+    /// When it was recorded, if its time is wanted: on the CPU that is when it was done.
+    timed: Option<Instant>,
 }
 
 impl Event {
@@ -280,6 +294,43 @@ impl Event {
     /// A command that failed, [`Error::DeviceLost`] after a fault.
     pub fn synchronize(&self) -> Result<()> {
         self.ask((), ClDevice::wait)
+    }
+
+    /// The milliseconds from this event to `end`, by the device's clock; both are waited for. PyTorch's `elapsed_time`.
+    ///
+    /// ```
+    /// use claystone::{Device, Stream, Tensor};
+    /// let stream = Stream::current(Device::best())?;
+    /// let start = stream.record_timed_event()?;
+    /// Tensor::ones(&[100, 100], stream.device())?.exp()?;
+    /// let end = stream.record_timed_event()?;
+    /// assert!(start.elapsed_time(&end)? >= 0.0);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for events of two devices, or without a time ([`Stream::record_timed_event`] makes those with); a
+    /// command that failed, [`Error::DeviceLost`] after a fault.
+    pub fn elapsed_time(&self, end: &Event) -> Result<f64> {
+        let op = "elapsed_time";
+        if self.device != end.device {
+            let reason = format!("the events are of {} and {}, whose clocks differ", self.device, end.device);
+            return Err(Error::invalid(op, reason));
+        }
+        let (Some(from), Some(to)) = (self.timed, end.timed) else {
+            return Err(Error::invalid(op, "both events have to be those of record_timed_event"));
+        };
+        self.synchronize()?;
+        end.synchronize()?;
+        Ok(match (cl(self.device)?, &self.event, &end.event) {
+            (Some(cl), Some(start), Some(end)) => {
+                (i128::from(cl.done_at(end)?) - i128::from(cl.done_at(start)?)) as f64 / 1e6
+            }
+            _ => {
+                (to.saturating_duration_since(from).as_secs_f64() - from.saturating_duration_since(to).as_secs_f64())
+                    * 1e3
+            }
+        })
     }
 
     fn ask<R>(&self, done: R, ask: impl FnOnce(&ClDevice, &ClEvent) -> Result<R>) -> Result<R> {

@@ -19,6 +19,9 @@ use crate::{Device, Error, Result};
 /// Kernels write the last sixteen bytes of a storage whole, and read vectors of as many.
 const WHOLE: usize = 16;
 
+/// Where memory begins that programs for the CPU use as they like.
+const ALIGNED: usize = 64;
+
 impl Storage {
     /// `bytes` bytes of an OpenCL buffer that other code made, from `offset` on: the counterpart of
     /// [`export_cl`](Self::export_cl). The buffer is of the device's own context ([`Device::cl_context`]), and is retained
@@ -109,6 +112,50 @@ impl Storage {
         };
         Ok(Storage::new(Device::Cpu, bytes, backing))
     }
+
+    /// `bytes` bytes of the host's memory as a storage of the CPU device, pinned for transfers to and from `device`, and where they
+    /// are: for another library that fills them there, as [`Tensor::pin_memory`](crate::Tensor::pin_memory) is for tensors. Where that
+    /// device needs none, or none is left, it is ordinary memory, which stays where it is as well. Contents are unspecified.
+    ///
+    /// Whoever reads or writes at the address sees to it that the storage lives, and that no operation on it runs meanwhile.
+    ///
+    /// ```
+    /// use claystone::storage::Storage;
+    /// use claystone::{DType, Device, Tensor};
+    /// let (storage, start) = Storage::pinned_host_memory(Device::best(), 8)?;
+    /// // SAFETY: 8 bytes, aligned to 64, of a storage that lives and that no operation uses.
+    /// unsafe { start.cast::<[f32; 2]>().write([1.0, 2.0]) };
+    /// let x = Tensor::from_storage(storage, 2, DType::F32)?.to_device(Device::best())?;
+    /// assert_eq!(x.to_vec::<f32>()?, [1.0, 2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`], device failures, [`Error::Invalid`] for more bytes than the host has.
+    pub fn pinned_host_memory(device: Device, bytes: usize) -> Result<(Storage, NonNull<u8>)> {
+        device.info()?;
+        let storage = match Storage::pinned(device, bytes)? {
+            Some(storage) => storage,
+            None => ordinary(bytes)?,
+        };
+        let (start, _) = storage.allocation().host_range();
+        Ok((storage, start))
+    }
+}
+
+/// Bytes of the host's memory, aligned as the CPU's vectors are, that stay where they are.
+fn ordinary(bytes: usize) -> Result<Storage> {
+    if bytes == 0 {
+        return Ok(Storage::new(Device::Cpu, 0, Backing::Empty));
+    }
+    let too_many = || Error::invalid("pinned_host_memory", format!("the host has no {bytes} bytes"));
+    let mut memory: Vec<u8> = Vec::new();
+    let whole = bytes.checked_add(ALIGNED).ok_or_else(too_many)?;
+    memory.try_reserve_exact(whole).map_err(|_| too_many())?;
+    memory.resize(whole, 0);
+    let offset = memory.as_ptr().align_offset(ALIGNED);
+    let start = NonNull::from(&mut memory[offset..]).cast();
+    Ok(Storage::new(Device::Cpu, bytes, Backing::Adopted(Adopted::new(Bytes::Foreign(Foreign::new(start, memory))))))
 }
 
 /// Memory that somebody else owns.

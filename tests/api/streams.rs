@@ -3,6 +3,7 @@
 //! Memory is given to the next tensor behind whatever still uses it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
 
 use claystone::device::{StreamId, set_stream};
 use claystone::nn::{Activation, Linear, Module, Sequential};
@@ -51,6 +52,35 @@ fn events_and_streams_complete() {
         stream.synchronize().unwrap();
         assert!(stream.is_idle().unwrap());
     });
+}
+
+#[test]
+fn timed_events_say_how_long_what_is_between_them_took() {
+    each_device(|d| {
+        let (main, side) = (Stream::current(d).unwrap(), Stream::new(d).unwrap());
+        let x = Tensor::zeros(&[100_000], d).unwrap();
+        let began = Instant::now();
+        let start = main.record_timed_event().unwrap();
+        (0..30).for_each(|_| _ = x.add_scalar_(1).unwrap());
+        let middle = main.record_timed_event().unwrap();
+        side.wait_event(&middle).unwrap();
+        let end = side.record_timed_event().unwrap();
+        let whole = start.elapsed_time(&end).unwrap();
+        let wall = began.elapsed().as_secs_f64() * 1e3;
+        let (first, rest) = (start.elapsed_time(&middle).unwrap(), middle.elapsed_time(&end).unwrap());
+        assert!(0.0 < first && first <= whole && rest >= 0.0 && whole < wall, "{d}: {first} {rest} {whole} {wall}");
+        assert!((first + rest - whole).abs() < 1e-9 * wall.max(1.0) && end.elapsed_time(&start).unwrap() == -whole);
+        assert!(start.is_done().unwrap() && end.is_done().unwrap());
+        let untimed = main.record_event().unwrap();
+        let message = start.elapsed_time(&untimed).unwrap_err().to_string();
+        assert!(message.contains("record_timed_event"), "{message}");
+    });
+    let on = |d| Stream::default_stream(d).unwrap().record_timed_event().unwrap();
+    let all = Device::all();
+    if let [first, .., last] = &all[..] {
+        let message = on(*first).elapsed_time(&on(*last)).unwrap_err().to_string();
+        assert!(message.contains("clocks differ"), "{message}");
+    }
 }
 
 #[test]

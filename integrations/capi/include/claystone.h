@@ -108,7 +108,7 @@ typedef enum {
     CLAYSTONE_SNAPSHOT_FORMAT_JSON = 1,
 } ClaystoneSnapshotFormat;
 
-// A handle on a point in a stream's work. Events have no times.
+// A handle on a point in a stream's work.
 typedef struct ClaystoneEvent ClaystoneEvent;
 
 // A handle on a generator of random numbers: a seed and the number of draws made from it. One serves every device. Where a function
@@ -307,6 +307,15 @@ ClaystoneStatus claystone_storage_new(int32_t device_number,
                                       size_t nbytes,
                                       ClaystoneStorage **storage);
 
+// Makes a storage of `nbytes` bytes of the host's memory, on the CPU device, that a device transfers to and from at full speed, and says
+// where they are: the caller may read and write them there as long as the storage lives, but not while a call or a copy uses them.
+// Where a device needs no such memory, as processors do not, or there is none left, it is ordinary memory. Bytes that were freed are
+// kept for the next that are asked for. What it holds is unspecified. The handle is the caller's.
+ClaystoneStatus claystone_storage_new_pinned(int32_t device_number,
+                                             size_t nbytes,
+                                             ClaystoneStorage **storage,
+                                             void **data);
+
 // Makes one more handle on a storage, which is the same pointer: it has to be released once more.
 ClaystoneStatus claystone_storage_retain(const ClaystoneStorage *storage);
 
@@ -335,6 +344,11 @@ ClaystoneStatus claystone_storage_record_stream(const ClaystoneStorage *storage,
 
 // Makes a stream of its own. When its last handle is released, what was submitted still runs.
 ClaystoneStatus claystone_stream_new(int32_t device_number, ClaystoneStream **stream);
+
+// `claystone_stream_new` with a hint for the driver: below 0 the stream's work is more urgent than that of others, above 0 less.
+ClaystoneStatus claystone_stream_with_priority(int32_t device_number,
+                                               int32_t priority,
+                                               ClaystoneStream **stream);
 
 // A handle on the stream every device has, which all threads use unless another one is set.
 ClaystoneStatus claystone_stream_default(int32_t device_number, ClaystoneStream **stream);
@@ -368,6 +382,9 @@ ClaystoneStatus claystone_stream_wait_stream(const ClaystoneStream *stream,
 // Makes an event that is done when everything submitted to a stream so far is.
 ClaystoneStatus claystone_stream_record_event(const ClaystoneStream *stream, ClaystoneEvent **event);
 
+// `claystone_stream_record_event` with an event that knows when it was done, for `claystone_event_elapsed_time`.
+ClaystoneStatus claystone_stream_record_timed_event(const ClaystoneStream *stream, ClaystoneEvent **event);
+
 // Holds back what is submitted to a stream from now on until an event is done. The host waits only where it is another device's.
 ClaystoneStatus claystone_stream_wait_event(const ClaystoneStream *stream,
                                             const ClaystoneEvent *event);
@@ -377,6 +394,12 @@ ClaystoneStatus claystone_event_query(const ClaystoneEvent *event, bool *done);
 
 // Waits until everything before an event is done.
 ClaystoneStatus claystone_event_synchronize(const ClaystoneEvent *event);
+
+// The milliseconds from when one event was done to when another of the same device was, by the device's clock; below 0 where that
+// was earlier. Both are those of `claystone_stream_record_timed_event`, and are waited for.
+ClaystoneStatus claystone_event_elapsed_time(const ClaystoneEvent *start,
+                                             const ClaystoneEvent *end,
+                                             double *milliseconds);
 
 // Gives a handle on an event back; null is none.
 void claystone_event_release(ClaystoneEvent *event);

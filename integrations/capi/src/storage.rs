@@ -1,5 +1,7 @@
 //! Storages: runs of bytes on a device.
 
+use std::ffi::c_void;
+
 use claystone::storage::Storage;
 use claystone::{DType, Tensor};
 
@@ -25,6 +27,27 @@ pub unsafe extern "C" fn claystone_storage_new(
         let storage = unsafe { output(storage, "storage")? };
         let bytes = Tensor::empty(nbytes, (DType::U8, device(device_number)?))?;
         storage.write(handle(ClaystoneStorage(bytes.storage().clone())));
+        Ok(())
+    })
+}
+
+/// Makes a storage of `nbytes` bytes of the host's memory, on the CPU device, that a device transfers to and from at full speed, and says
+/// where they are: the caller may read and write them there as long as the storage lives, but not while a call or a copy uses them.
+/// Where a device needs no such memory, as processors do not, or there is none left, it is ordinary memory. Bytes that were freed are
+/// kept for the next that are asked for. What it holds is unspecified. The handle is the caller's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_storage_new_pinned(
+    device_number: i32,
+    nbytes: usize,
+    storage: *mut *mut ClaystoneStorage,
+    data: *mut *mut c_void,
+) -> ClaystoneStatus {
+    guard("claystone_storage_new_pinned", || {
+        // SAFETY: good for writing, says the caller.
+        let (storage, data) = unsafe { (output(storage, "storage")?, output(data, "data")?) };
+        let (made, start) = Storage::pinned_host_memory(device(device_number)?, nbytes)?;
+        storage.write(handle(ClaystoneStorage(made)));
+        data.write(start.as_ptr().cast());
         Ok(())
     })
 }

@@ -1,6 +1,6 @@
 //! Streams and events.
 
-use claystone::device::{Event, set_stream};
+use claystone::device::{Event, Priority, set_stream};
 use claystone::{Device, Stream};
 
 use crate::device::{device, number};
@@ -10,7 +10,7 @@ use crate::status::{ClaystoneStatus, Fault, guard};
 /// A handle on a line of work of one device: what is submitted to it runs in order.
 pub struct ClaystoneStream(pub(crate) Stream);
 
-/// A handle on a point in a stream's work. Events have no times.
+/// A handle on a point in a stream's work.
 pub struct ClaystoneEvent(Event);
 
 /// A handle on the stream that `make` gives for a device.
@@ -36,6 +36,22 @@ pub unsafe extern "C" fn claystone_stream_new(
 ) -> ClaystoneStatus {
     // SAFETY: the caller's promise.
     guard("claystone_stream_new", || unsafe { write_stream(Stream::new, device_number, stream) })
+}
+
+/// `claystone_stream_new` with a hint for the driver: below 0 the stream's work is more urgent than that of others, above 0 less.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_with_priority(
+    device_number: i32,
+    priority: i32,
+    stream: *mut *mut ClaystoneStream,
+) -> ClaystoneStatus {
+    let make: fn(Device) -> claystone::Result<Stream> = match priority {
+        ..0 => |device| Stream::with_priority(device, Priority::High),
+        0 => Stream::new,
+        1.. => |device| Stream::with_priority(device, Priority::Low),
+    };
+    // SAFETY: the caller's promise.
+    guard("claystone_stream_with_priority", || unsafe { write_stream(make, device_number, stream) })
 }
 
 /// A handle on the stream every device has, which all threads use unless another one is set.
@@ -128,18 +144,39 @@ pub unsafe extern "C" fn claystone_stream_wait_stream(
     })
 }
 
+/// A handle on the event that `record` gives for a stream.
+///
+/// # Safety
+/// Both are null, or a handle that lives and a pointer that is good for writing.
+unsafe fn write_event(
+    record: fn(&Stream) -> claystone::Result<Event>,
+    stream: *const ClaystoneStream,
+    event: *mut *mut ClaystoneEvent,
+) -> Result<(), Fault> {
+    // SAFETY: the caller's promise.
+    let (stream, event) = unsafe { (borrow(stream, "stream")?, output(event, "event")?) };
+    event.write(handle(ClaystoneEvent(record(&stream.0)?)));
+    Ok(())
+}
+
 /// Makes an event that is done when everything submitted to a stream so far is.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_stream_record_event(
     stream: *const ClaystoneStream,
     event: *mut *mut ClaystoneEvent,
 ) -> ClaystoneStatus {
-    guard("claystone_stream_record_event", || {
-        // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
-        let (stream, event) = unsafe { (borrow(stream, "stream")?, output(event, "event")?) };
-        event.write(handle(ClaystoneEvent(stream.0.record_event()?)));
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    guard("claystone_stream_record_event", || unsafe { write_event(Stream::record_event, stream, event) })
+}
+
+/// `claystone_stream_record_event` with an event that knows when it was done, for `claystone_event_elapsed_time`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_stream_record_timed_event(
+    stream: *const ClaystoneStream,
+    event: *mut *mut ClaystoneEvent,
+) -> ClaystoneStatus {
+    // SAFETY: the caller's promise.
+    guard("claystone_stream_record_timed_event", || unsafe { write_event(Stream::record_timed_event, stream, event) })
 }
 
 /// Holds back what is submitted to a stream from now on until an event is done. The host waits only where it is another device's.
@@ -173,6 +210,23 @@ pub unsafe extern "C" fn claystone_event_synchronize(event: *const ClaystoneEven
         // SAFETY: a handle that lives, says the caller.
         let event = unsafe { borrow(event, "event")? };
         Ok(event.0.synchronize()?)
+    })
+}
+
+/// The milliseconds from when one event was done to when another of the same device was, by the device's clock; below 0 where that
+/// was earlier. Both are those of `claystone_stream_record_timed_event`, and are waited for.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_event_elapsed_time(
+    start: *const ClaystoneEvent,
+    end: *const ClaystoneEvent,
+    milliseconds: *mut f64,
+) -> ClaystoneStatus {
+    guard("claystone_event_elapsed_time", || {
+        // SAFETY: handles that live, and a pointer that is good for writing, says the caller.
+        let (start, end, milliseconds) =
+            unsafe { (borrow(start, "start")?, borrow(end, "end")?, output(milliseconds, "milliseconds")?) };
+        milliseconds.write(start.0.elapsed_time(&end.0)?);
+        Ok(())
     })
 }
 

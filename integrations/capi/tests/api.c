@@ -254,6 +254,32 @@ static void copies(void) {
     claystone_tensor_release(x);
 }
 
+static void pinned(void) {
+    ClaystoneStorage *storage;
+    ClaystoneTensor *host, *x = floats(2, 2, NULL);
+    void *data;
+    int32_t where;
+    OK(claystone_storage_new_pinned(device, 16, &storage, &data));
+    CHECK((uintptr_t)data % 64 == 0);
+    OK(claystone_storage_device(storage, &where));
+    CHECK(where == CLAYSTONE_CPU);
+    OK(claystone_tensor_new(storage, CLAYSTONE_DTYPE_F32, (int64_t[]){2, 2}, (int64_t[]){2, 1}, 2, 0, &host));
+    memcpy(data, (float[]){1, 2, 3, 4}, 16);
+    OK(claystone_tensor_copy(x, host));
+    expect(x, 4, (float[]){1, 2, 3, 4});
+    memset(data, 0, 16);
+    OK(claystone_tensor_copy(host, x));
+    CHECK(((float *)data)[0] == 1 && ((float *)data)[3] == 4);
+    CHECK(claystone_storage_new_pinned(device, SIZE_MAX, &storage, &data) != CLAYSTONE_STATUS_OK);
+    CHECK(claystone_storage_new_pinned(-5, 16, &storage, &data) == CLAYSTONE_STATUS_INVALID);
+    claystone_tensor_release(host);
+    claystone_tensor_release(x);
+    claystone_storage_release(storage);
+    OK(claystone_storage_new_pinned(device, 0, &storage, &data)); /* no bytes are somewhere, too */
+    CHECK(data);
+    claystone_storage_release(storage);
+}
+
 static void *on_another_thread(void *stream) {
     ClaystoneStream *current;
     int64_t id;
@@ -308,6 +334,33 @@ static void streams(void) {
     claystone_event_release(event);
     claystone_stream_release(side);
     claystone_stream_release(main_stream);
+}
+
+static void times(void) {
+    ClaystoneStream *urgent, *other;
+    ClaystoneEvent *start, *end, *untimed;
+    ClaystoneTensor *x = floats(8, 8, NULL), *y;
+    double took, back;
+    OK(claystone_stream_with_priority(device, -1, &urgent));
+    OK(claystone_stream_with_priority(device, 1, &other));
+    claystone_stream_release(other);
+    OK(claystone_stream_current(device, &other));
+    OK(claystone_stream_record_timed_event(other, &start));
+    OK(claystone_call(&(ClaystoneCall){"exp", TENSORS(x), 1, NULL, 0}, &y, 1, NULL));
+    OK(claystone_stream_wait_stream(urgent, other));
+    OK(claystone_stream_record_timed_event(urgent, &end));
+    OK(claystone_event_elapsed_time(start, end, &took));
+    OK(claystone_event_elapsed_time(end, start, &back));
+    CHECK(took > 0 && took < 60e3 && back == -took);
+    OK(claystone_stream_record_event(other, &untimed));
+    CHECK(claystone_event_elapsed_time(start, untimed, &took) == CLAYSTONE_STATUS_INVALID);
+    claystone_tensor_release(x);
+    claystone_tensor_release(y);
+    claystone_event_release(start);
+    claystone_event_release(end);
+    claystone_event_release(untimed);
+    claystone_stream_release(urgent);
+    claystone_stream_release(other);
 }
 
 static unsigned long long number(const char *json, const char *name) {
@@ -396,7 +449,9 @@ int main(int count, char **arguments) {
     operations();
     gradients();
     copies();
+    pinned();
     streams();
+    times();
     memory();
     random_numbers();
     /* Null is no handle, and releasing none does nothing. */

@@ -19,6 +19,10 @@ def _index(device):
     return current_device() if device.index is None else device.index
 
 
+def _device(device):
+    return torch.device("claystone", _index(device))
+
+
 def is_available():
     """Whether there is a device: always, as claystone's CPU device stands in where there is no OpenCL."""
     return True
@@ -71,6 +75,57 @@ def get_device_name(device=None):
 def synchronize(device=None):
     """Waits until everything submitted to the device is done; raises what kernels found wrong meanwhile."""
     _C.synchronize(_index(device))
+
+
+# ---- streams and events: torch.Stream and torch.Event under the names that they have in torch.cuda
+
+def Stream(device=None, priority=0):
+    """A torch.Stream: what is submitted to it runs in order. There are 32 of each priority on a device, given in turn.
+
+    Priorities are hints for the driver: below 0 is urgent, above 0 has time.
+    """
+    return torch.Stream(device=_device(device), priority=priority)
+
+
+def Event(enable_timing=False, blocking=False, interprocess=False):
+    """A torch.Event: a point in a stream's work. With `enable_timing`, elapsed_time gives the milliseconds between two."""
+    return torch.Event(device="claystone", enable_timing=enable_timing)
+
+
+def current_stream(device=None):
+    return torch.accelerator.current_stream(_device(device))
+
+
+def default_stream(device=None):
+    return torch.Stream(stream_id=0, device_index=_index(device), device_type=current_stream().device_type)
+
+
+def set_stream(stream):
+    """Makes a stream, and its device, the current one of this thread; None changes nothing."""
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
+
+
+class StreamContext:
+    """A context in which a stream, and its device, is the current one; of None nothing changes."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __enter__(self):
+        if self.stream is not None:
+            self.device = current_device()
+            self.before = current_stream(self.stream.device)
+            set_stream(self.stream)
+
+    def __exit__(self, *_):
+        if self.stream is not None:
+            set_stream(self.before)
+            set_device(self.device)
+
+
+def stream(stream):
+    return StreamContext(stream)
 
 
 def get_amp_supported_dtype():

@@ -2,6 +2,7 @@
 // them faults at once. Each stands for a block, which is one storage of claystone's, taken when it is first used: what an operation
 // writes as a whole can then take the storage that claystone computed it in, without a copy.
 #include "storage.h"
+#include "streams.h"
 
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
@@ -88,27 +89,53 @@ struct Block {
 
     StorageHandle storage() {
         std::lock_guard lock(mutex);
-        if (!held) {
+        const auto now = current_stream(index());
+        if (held) {
+            record_locked(now);
+        } else {
             ClaystoneStorage* made = nullptr;
             const size_t rounded = (std::max(nbytes, size_t(1)) + ROUNDED_TO - 1) / ROUNDED_TO * ROUNDED_TO;
             check(claystone_storage_new(device, rounded, &made));
             held = StorageHandle(made, ReleaseStorage());
+            stream = recorded = now.id();
         }
         return held;
     }
 
+    // Takes a storage that was made on this thread's current stream.
     void replace(StorageHandle storage) {
         std::lock_guard lock(mutex);
         held.swap(storage); // the old one is released after the lock
+        stream = recorded = current_stream(index()).id();
     }
+
+    // The memory is used on this stream.
+    void record(const c10::Stream& user) {
+        std::lock_guard lock(mutex);
+        if (held) {
+            record_locked(user);
+        }
+    }
+
+    c10::DeviceIndex index() const { return device == CLAYSTONE_CPU ? 0 : device; }
 
     const int device;
     const size_t nbytes;
     void* const address;
 
 private:
+    // Memory is taken when it is first used, on the stream of that time: so whoever uses it on another is recorded, asked or not.
+    void record_locked(const c10::Stream& user) {
+        if (user.id() != stream && user.id() != recorded) {
+            check(claystone_storage_record_stream(held.get(), stream_handle(user)));
+            recorded = user.id();
+        }
+    }
+
     std::mutex mutex;
     StorageHandle held;
+    int64_t stream = 0;   // that the storage was made on
+    int64_t recorded = 0; // that was recorded last
 };
 
 void delete_block(void* block) {
@@ -117,14 +144,13 @@ void delete_block(void* block) {
     }
 }
 
-c10::DataPtr data_pointer(Block* block, c10::DeviceIndex index) {
-    return {block->address, block, &delete_block, c10::Device(c10::DeviceType::PrivateUse1, index)};
+c10::DataPtr data_pointer(Block* block) {
+    return {block->address, block, &delete_block, c10::Device(c10::DeviceType::PrivateUse1, block->index())};
 }
 
 struct Allocator final : c10::Allocator {
     c10::DataPtr allocate(size_t nbytes) override {
-        const auto index = current_device();
-        return data_pointer(new Block(claystone_device(index), nbytes), index);
+        return data_pointer(new Block(claystone_device(current_device()), nbytes));
     }
     // Data pointers are no memory of the host's: there is no raw form of them.
     c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -133,14 +159,16 @@ struct Allocator final : c10::Allocator {
     }
 };
 
+// The block that a data pointer is in; none where it is another's.
+Block* block_of(const c10::DataPtr& pointer) {
+    return pointer.get_deleter() == &delete_block ? static_cast<Block*>(pointer.get_context()) : addresses().owner(pointer.get());
+}
+
 // A tensor's block, and the bytes of it before the storage. PyTorch's storages lie at the start of theirs, but a tensor may have been
 // made of an address.
 std::pair<Block&, size_t> place_of(const at::TensorBase& tensor) {
     const auto& pointer = tensor.storage().data_ptr();
-    if (pointer.get_deleter() == &delete_block) {
-        return {*static_cast<Block*>(pointer.get_context()), 0};
-    }
-    Block* block = addresses().owner(pointer.get());
+    Block* block = block_of(pointer);
     const size_t before = block ? static_cast<const char*>(pointer.get()) - static_cast<const char*>(block->address) : 0;
     TORCH_CHECK(block && before + tensor.storage().nbytes() <= block->nbytes, "claystone: the address of a tensor is none of this device's");
     return {*block, before};
@@ -153,6 +181,12 @@ StorageHandle storage_of(const TensorHandle& tensor) {
 }
 
 } // namespace
+
+void record_stream(const c10::DataPtr& pointer, const c10::Stream& stream) {
+    if (Block* block = block_of(pointer)) {
+        block->record(stream);
+    }
+}
 
 c10::Allocator* allocator() {
     static auto* const one = new Allocator;
@@ -196,10 +230,9 @@ at::Tensor wrap(const TensorHandle& tensor) {
     const auto storage = storage_of(tensor);
     size_t nbytes = 0;
     check(claystone_storage_nbytes(storage.get(), &nbytes));
-    const auto index = static_cast<c10::DeviceIndex>(what.device == CLAYSTONE_CPU ? 0 : what.device);
     auto* block = new Block(what.device, nbytes);
     block->replace(storage);
-    auto data = data_pointer(block, index);
+    auto data = data_pointer(block);
     c10::Storage held(c10::Storage::use_byte_size_t(), nbytes, std::move(data), allocator(), /*resizable=*/true);
     auto result = at::detail::make_tensor<c10::TensorImpl>(
         std::move(held), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(torch_dtype(what.dtype)));

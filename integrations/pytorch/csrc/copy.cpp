@@ -1,6 +1,7 @@
 // Copies between the host and the device, and between tensors of the device.
 #include "copy.h"
 #include "generator.h"
+#include "pinned.h"
 #include "storage.h"
 
 #include <ATen/EmptyTensor.h>
@@ -15,22 +16,50 @@ size_t span(const at::Tensor& tensor) {
     return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
 }
 
-// The elements of a tensor in the host's memory, with its strides.
-at::Tensor read(const at::Tensor& tensor) {
-    auto result = at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), tensor.scalar_type());
-    const size_t nbytes = span(tensor);
-    if (nbytes > 0) {
-        const auto source = bytes(tensor, tensor.storage_offset() * tensor.itemsize(), nbytes);
-        check(claystone_tensor_read(source.get(), result.mutable_data_ptr(), nbytes));
+// The pinned memory at an address as bytes of claystone's CPU device; none where it is no pinned memory.
+TensorHandle pinned_bytes(const void* address, size_t nbytes) {
+    const auto [storage, before] = pinned_storage(address);
+    if (!storage) {
+        return {};
     }
-    return at::Tensor(result);
+    ClaystoneTensor* made = nullptr;
+    const int64_t size = nbytes, stride = 1;
+    check(claystone_tensor_new(storage.get(), CLAYSTONE_DTYPE_U8, &size, &stride, 1, before, &made));
+    return own(made);
 }
 
-// Sets all bytes from a tensor's first element to its last one to those of a tensor of the host with the same strides.
+// Sets all bytes from the first element to the last one of a tensor of the host to those of one with the same strides.
+void read(const at::Tensor& tensor, const at::TensorBase& host) {
+    const size_t nbytes = span(tensor);
+    if (nbytes == 0) {
+        return;
+    }
+    void* const address = host.mutable_data_ptr();
+    const auto source = bytes(tensor, tensor.storage_offset() * tensor.itemsize(), nbytes);
+    if (const auto pinned = pinned_bytes(address, nbytes)) {
+        check(claystone_tensor_copy(pinned.get(), source.get()));
+    } else {
+        check(claystone_tensor_read(source.get(), address, nbytes));
+    }
+}
+
+// The elements of a tensor in the host's memory, with its strides.
+at::Tensor read(const at::Tensor& tensor) {
+    at::Tensor result(at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), tensor.scalar_type()));
+    read(tensor, result);
+    return result;
+}
+
+// The other way round.
 void write(const at::Tensor& tensor, const at::Tensor& host) {
     const size_t nbytes = span(tensor);
-    if (nbytes > 0) {
-        const auto target = bytes(tensor, tensor.storage_offset() * tensor.itemsize(), nbytes);
+    if (nbytes == 0) {
+        return;
+    }
+    const auto target = bytes(tensor, tensor.storage_offset() * tensor.itemsize(), nbytes);
+    if (const auto pinned = pinned_bytes(host.const_data_ptr(), nbytes)) {
+        check(claystone_tensor_copy(target.get(), pinned.get()));
+    } else {
         check(claystone_tensor_write(target.get(), host.const_data_ptr(), nbytes));
     }
 }
@@ -38,6 +67,12 @@ void write(const at::Tensor& tensor, const at::Tensor& host) {
 // Whether elements lie in the tensor's bytes without gaps and overlaps, so that writing all bytes writes nothing else.
 bool is_dense(const at::Tensor& tensor) {
     return tensor.is_non_overlapping_and_dense();
+}
+
+// Whether both tensors, of the same shape, are the same bytes where they have the same elements.
+bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
+    return a.scalar_type() == b.scalar_type() && a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg() && is_dense(a) &&
+        ((a.is_contiguous() && b.is_contiguous()) || (is_dense(b) && a.strides() == b.strides()));
 }
 
 void copy_on_device(const at::Tensor& source, const at::Tensor& target) {
@@ -68,8 +103,12 @@ void copy(const at::Tensor& source, const at::Tensor& target) {
     }
     if (is_ours(source) && is_ours(target)) {
         copy_on_device(source, target);
+    } else if (is_ours(source) && lie_alike(source, target)) {
+        read(source, target);
     } else if (is_ours(source)) {
         target.copy_(to_host(source));
+    } else if (source.is_cpu() && lie_alike(source, target)) {
+        write(target, source);
     } else {
         auto host = is_dense(target)
             ? at::Tensor(at::detail::empty_strided_cpu(target.sizes(), target.strides(), target.scalar_type()))

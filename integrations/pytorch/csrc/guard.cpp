@@ -4,8 +4,9 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-
 #include "generator.h"
+#include "pinned.h"
+#include "streams.h"
 
 namespace claystone_torch {
 namespace {
@@ -33,29 +34,57 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         }
     }
 
-    // Everything runs on the default stream of its device, in order: events are done once the device is.
-    c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-    c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-    c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
-    c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
-    c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-    void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
-    void block(void*, const c10::Stream&) const override {}
-    void synchronizeStream(const c10::Stream& stream) const override { synchronizeDevice(stream.device_index()); }
-    void synchronizeDevice(const c10::DeviceIndex index) const override {
-        check(claystone_device_synchronize(claystone_device(index)));
+    c10::Stream getStream(c10::Device device) const override { return current_stream(device.index() < 0 ? current : device.index()); }
+    c10::Stream getDefaultStream(c10::Device device) const override {
+        return c10::Stream(c10::Stream::DEFAULT, {type(), device.index() < 0 ? current : device.index()});
     }
+    c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
+    c10::Stream getStreamFromGlobalPool(c10::Device device, bool urgent) const override { return getNewStream(device, urgent ? -1 : 0); }
+    c10::Stream getNewStream(c10::Device device, int priority) const override {
+        return new_stream(device.index() < 0 ? current : device.index(), priority);
+    }
+    void* getStreamNativeHandle(const c10::Stream stream) const override { return stream_handle(stream); }
     bool queryStream(const c10::Stream& stream) const override {
-        ClaystoneStream* line = nullptr;
         bool done = false;
-        check(claystone_stream_default(claystone_device(stream.device_index()), &line));
-        const auto status = claystone_stream_query(line, &done);
-        claystone_stream_release(line);
-        check(status);
+        check(claystone_stream_query(stream_handle(stream), &done));
         return done;
     }
-    bool queryEvent(void*) const override { return queryStream(getStream(getDevice())); }
-    void synchronizeEvent(void*) const override { synchronizeDevice(current); }
+    void synchronizeStream(const c10::Stream& stream) const override { check(claystone_stream_synchronize(stream_handle(stream))); }
+    void synchronizeDevice(const c10::DeviceIndex index) const override { check(claystone_device_synchronize(claystone_device(index))); }
+    void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override { record_stream(pointer, stream); }
+
+    void record(void** event, const c10::Stream& stream, const c10::DeviceIndex index, const c10::EventFlag flag) const override {
+        TORCH_CHECK(index < 0 || index == stream.device_index(), "an event of claystone:", int(index), " is not recorded on ", stream);
+        const auto make = flag == c10::EventFlag::BACKEND_DEFAULT ? claystone_stream_record_timed_event : claystone_stream_record_event;
+        ClaystoneEvent* made = nullptr;
+        check(make(stream_handle(stream), &made));
+        destroyEvent(std::exchange(*event, made), index);
+    }
+    void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+        if (!is_forked()) {
+            claystone_event_release(static_cast<ClaystoneEvent*>(event));
+        }
+    }
+    void block(void* event, const c10::Stream& stream) const override {
+        check(claystone_stream_wait_event(stream_handle(stream), static_cast<ClaystoneEvent*>(event)));
+    }
+    bool queryEvent(void* event) const override {
+        bool done = true;
+        if (event != nullptr) {
+            check(claystone_event_query(static_cast<ClaystoneEvent*>(event), &done));
+        }
+        return done;
+    }
+    void synchronizeEvent(void* event) const override {
+        if (event != nullptr) {
+            check(claystone_event_synchronize(static_cast<ClaystoneEvent*>(event)));
+        }
+    }
+    double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
+        double milliseconds = 0;
+        check(claystone_event_elapsed_time(static_cast<ClaystoneEvent*>(start), static_cast<ClaystoneEvent*>(end), &milliseconds));
+        return milliseconds;
+    }
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -71,6 +100,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
         return index < 0 ? current : exchangeDevice(index);
     }
+    bool isPinnedPtr(const void* data) const override { return pinned_storage(data).first != nullptr; }
+    at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
     const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
     at::Generator getNewGenerator(c10::DeviceIndex index) const override { return new_generator(index); }
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override { resize_storage(storage, nbytes); }

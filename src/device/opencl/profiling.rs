@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use super::ClDevice;
-use crate::Result;
+use super::queue::times;
+use super::{ClDevice, ClEvent};
 use crate::device::{log, profiler};
+use crate::{Error, Result};
 
 impl ClDevice {
     /// Has every stream's commands timed from now on if something is profiled, and no longer if nothing is: asked under the
@@ -30,6 +31,19 @@ impl ClDevice {
         {
             log::emit(move || tracing::warn!(%error, "commands are not timed"));
         }
+    }
+}
+
+impl ClDevice {
+    /// When the event of [`record_timed`](Self::record_timed), which was waited for, was done: nanoseconds of the device's clock.
+    ///
+    /// # Errors
+    /// A driver that does not tell.
+    pub(crate) fn done_at(&self, event: &ClEvent) -> Result<u64> {
+        let [.., end] = times(event).ok_or_else(|| {
+            Error::invalid("elapsed_time", format!("the driver of {} gives no time of an event", self.device()))
+        })?;
+        Ok(end)
     }
 }
 

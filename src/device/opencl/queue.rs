@@ -167,10 +167,7 @@ impl Queue {
 
     /// Enqueues a marker: its event is done when everything before it is.
     pub(super) fn marker(&self, event: *mut cl_event) -> Result<(), ClError> {
-        match call!(clEnqueueMarkerWithWaitList(self.raw, 0, ptr::null(), event)) {
-            Err(e) if e.is_missing() => call!(clEnqueueMarker(self.raw, event)),
-            other => other,
-        }
+        marker(self.raw, event)
     }
 
     /// Enqueues a marker and flushes, so that another queue may wait for it: without the flush this one might never get there.
@@ -184,13 +181,32 @@ impl Queue {
 
     /// Holds back everything enqueued later until the event is done.
     pub(super) fn barrier(&self, event: &ClEvent) -> Result<(), ClError> {
-        match call!(clEnqueueBarrierWithWaitList(self.raw, 1, &event.0, ptr::null_mut())) {
-            Err(e) if e.is_missing() => {
-                let mut raw = event.0;
-                call!(clEnqueueWaitForEvents(self.raw, 1, &mut raw))
-            }
-            other => other,
+        barrier(self.raw, event)
+    }
+
+    /// [`mark`](Self::mark), with an event that knows when it was done: the marker is on a queue that gives times, and waits for
+    /// one on this queue.
+    pub(super) fn mark_timed(&mut self, context: cl_context, id: cl_device_id) -> Result<ClEvent, ClError> {
+        let here = self.mark()?;
+        if self.profiled.is_some() {
+            return Ok(here);
         }
+        let timing = self.other_queue(true, context, id)?;
+        let mut raw = ptr::null_mut();
+        barrier(timing, &here)?;
+        marker(timing, &mut raw)?;
+        let event = ClEvent(raw);
+        call!(clFlush(timing))?;
+        Ok(event)
+    }
+
+    /// The queue that is not in use, which gives times or does not.
+    fn other_queue(&mut self, times: bool, context: cl_context, id: cl_device_id) -> Result<cl_command_queue, ClError> {
+        if self.other.is_none() {
+            let properties = if times { CL_QUEUE_PROFILING_ENABLE } else { 0 };
+            self.other = Some(Queue::create_raw(context, id, properties, self.hints)?.0);
+        }
+        Ok(self.other.expect("made above"))
     }
 
     /// Enqueues a command with `enqueue`, which is given the queue and where the command's event goes: to `event`, unless
@@ -256,11 +272,7 @@ impl Queue {
         if self.profiled.is_some() == on {
             return Ok(());
         }
-        let other = match self.other {
-            Some(other) => other,
-            None => Queue::create_raw(context, id, if on { CL_QUEUE_PROFILING_ENABLE } else { 0 }, self.hints)?.0,
-        };
-        self.other = Some(other);
+        let other = self.other_queue(on, context, id)?;
         self.finish()?;
         self.unflushed = 0;
         self.collect_profiled();
@@ -297,8 +309,27 @@ impl Profiled {
     }
 }
 
+/// Enqueues a marker.
+fn marker(queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> {
+    match call!(clEnqueueMarkerWithWaitList(queue, 0, ptr::null(), event)) {
+        Err(e) if e.is_missing() => call!(clEnqueueMarker(queue, event)),
+        other => other,
+    }
+}
+
+/// Holds back everything enqueued later until the event is done.
+fn barrier(queue: cl_command_queue, event: &ClEvent) -> Result<(), ClError> {
+    match call!(clEnqueueBarrierWithWaitList(queue, 1, &event.0, ptr::null_mut())) {
+        Err(e) if e.is_missing() => {
+            let mut raw = event.0;
+            call!(clEnqueueWaitForEvents(queue, 1, &mut raw))
+        }
+        other => other,
+    }
+}
+
 /// When a command was queued, submitted, started and ended; None where the driver does not tell.
-fn times(event: &ClEvent) -> Option<[u64; 4]> {
+pub(super) fn times(event: &ClEvent) -> Option<[u64; 4]> {
     let time = |which| exit::call(|| value!(clGetEventProfilingInfo(event.0, which) as u64)).ok();
     Some([
         time(CL_PROFILING_COMMAND_QUEUED)?,

@@ -349,6 +349,13 @@ impl ClDevice {
         marked.map_err(|e| self.error(self.settle(e)))
     }
 
+    /// [`record`](Self::record), with an event that knows when it was done.
+    pub(crate) fn record_timed(&self, stream: StreamId) -> Result<ClEvent> {
+        self.check_lost()?;
+        let marked = self.queues.lock()[stream.index()].mark_timed(self.context, self.id());
+        marked.map_err(|e| self.error(self.settle(e)))
+    }
+
     /// Blocks until the event is done.
     pub(crate) fn wait(&self, event: &ClEvent) -> Result<()> {
         self.check_lost()?;

@@ -1,0 +1,149 @@
+"""Streams, events, pinned memory."""
+
+import unittest
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import claystone_torch
+
+DEVICE = "claystone"
+
+
+class Streams(unittest.TestCase):
+    def test_streams_are_current_where_they_are_set(self):
+        default = torch.claystone.default_stream()
+        self.assertEqual(torch.claystone.current_stream(), default)
+        side = torch.claystone.Stream(priority=-1)
+        other = torch.Stream(device=DEVICE)
+        self.assertEqual(len({default, side, other}), 3)
+        with torch.claystone.stream(side):
+            self.assertEqual(torch.claystone.current_stream(), side)
+            with other:
+                self.assertEqual(torch.accelerator.current_stream(), other)
+            with torch.claystone.stream(None):
+                self.assertEqual(torch.claystone.current_stream(), side)
+        self.assertEqual(torch.claystone.current_stream(), default)
+        torch.claystone.set_stream(side)
+        self.assertEqual(torch.claystone.current_stream(), side)
+        torch.claystone.set_stream(default)
+        self.assertLessEqual(len({torch.claystone.Stream() for _ in range(100)}), 32)
+        with self.assertRaisesRegex(RuntimeError, "no stream 12345"):
+            torch.Stream(stream_id=12345, device_index=0, device_type=side.device_type).synchronize()
+
+    def test_what_is_ordered_is_right(self):
+        main, side = torch.claystone.current_stream(), torch.claystone.Stream()
+        x = torch.randn(300, 300, device=DEVICE)
+        for _ in range(10):
+            side.wait_stream(main)
+            with torch.claystone.stream(side):
+                x = x @ x / 20
+                done = side.record_event()
+            main.wait_event(done)
+            x = x + 1
+            side.synchronize()
+        self.assertTrue(done.query() and side.query())
+        y = torch.randn(300, 300, device=DEVICE)
+        with torch.claystone.stream(side):
+            side.wait_stream(main)
+            z = y + y
+        main.wait_stream(side)
+        self.assertTrue(torch.equal((z - y).cpu(), y.cpu()))
+
+    def test_backward_runs_on_the_stream_of_the_forward(self):
+        side = torch.claystone.Stream()
+        layer = torch.nn.Linear(8, 8).to(DEVICE)
+        seen = []
+        layer.weight.register_hook(lambda grad: seen.append(torch.claystone.current_stream()))
+        side.wait_stream(torch.claystone.current_stream())
+        with torch.claystone.stream(side):
+            layer(torch.ones(2, 8, device=DEVICE)).sum().backward()
+        torch.claystone.current_stream().wait_stream(side)
+        self.assertEqual(seen, [side])
+        self.assertEqual(layer.weight.grad.unique().tolist(), [2])
+
+    def test_memory_that_a_stream_still_uses_is_not_given_to_others(self):
+        main, side = torch.claystone.current_stream(), torch.claystone.Stream()
+        for record in (True, False): # recording is what PyTorch asks for; here it is done where it is forgotten
+            x = torch.ones(1 << 18, device=DEVICE)
+            out = torch.empty(1 << 18, device=DEVICE)
+            side.wait_stream(main)
+            with torch.claystone.stream(side):
+                total = torch.zeros(1 << 18, device=DEVICE)
+                for _ in range(20):
+                    total += x
+                out.copy_(total)
+            if record:
+                x.record_stream(side)
+            del x
+            for _ in range(4):
+                torch.full((1 << 18,), 1e9, device=DEVICE)
+            main.wait_stream(side)
+            self.assertEqual(out.unique().tolist(), [20])
+            # What was made here and written there is used here, and its memory is given back.
+            used = out + 0
+            del out
+            with torch.claystone.stream(side):
+                torch.full((1 << 18,), 1e9, device=DEVICE)
+            self.assertEqual(used.unique().tolist(), [20])
+
+    def test_times(self):
+        x = torch.randn(200, 200, device=DEVICE)
+        start, middle, end = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(3))
+        start.record()
+        for _ in range(5):
+            x = x @ x / 200
+        middle.record()
+        end.record(torch.claystone.current_stream())
+        end.synchronize()
+        self.assertGreater(start.elapsed_time(middle), 0)
+        self.assertAlmostEqual(start.elapsed_time(middle) + middle.elapsed_time(end), start.elapsed_time(end), places=6)
+        untimed = torch.claystone.Event()
+        untimed.record()
+        with self.assertRaisesRegex(ValueError, "enable_timing"):
+            untimed.elapsed_time(untimed)
+
+    def test_streams_of_several_devices(self):
+        if torch.claystone.device_count() < 2:
+            self.skipTest("there is one device")
+        there = torch.claystone.Stream("claystone:1")
+        with torch.claystone.stream(there):
+            self.assertEqual(torch.claystone.current_device(), 1)
+            x = torch.ones(1000, device=DEVICE) * 3
+        self.assertEqual((torch.claystone.current_device(), x.device.index), (0, 1))
+        torch.claystone.current_stream().wait_stream(there)
+        self.assertEqual(x.to("claystone:0").sum().item(), 3000)
+
+
+class Pinned(unittest.TestCase):
+    def test_tensors(self):
+        x = torch.randn(64, 33)
+        pinned = x.pin_memory()
+        self.assertTrue(pinned.is_pinned() and pinned[5:].is_pinned() and not x.is_pinned())
+        self.assertTrue(torch.equal(pinned, x))
+        self.assertEqual(pinned.data_ptr() % 64, 0)
+        on_device = pinned[5:].to(DEVICE, non_blocking=True)
+        self.assertTrue(torch.equal(on_device.cpu(), x[5:]))
+        back = torch.zeros(59, 33, pin_memory=True)
+        back.copy_(on_device, non_blocking=True)
+        torch.claystone.synchronize()
+        self.assertTrue(torch.equal(back, x[5:]))
+        # Of other strides and dtypes.
+        self.assertTrue(torch.equal(pinned.t()[3:].to(DEVICE).cpu(), x.t()[3:]))
+        halves = torch.empty(33, 64, dtype=torch.float16, pin_memory=True)
+        halves.t().copy_(pinned.to(DEVICE))
+        self.assertTrue(torch.equal(halves, x.t().half()))
+        self.assertTrue(torch.empty(0).pin_memory().numel() == 0)
+
+    def test_data_loader(self):
+        data = TensorDataset(torch.arange(10.0), torch.arange(10))
+        for workers in (0, 1):
+            total = 0
+            for x, y in DataLoader(data, batch_size=4, num_workers=workers, pin_memory=True):
+                self.assertTrue(x.is_pinned() and y.is_pinned())
+                total += (x.to(DEVICE, non_blocking=True) * y.to(DEVICE, non_blocking=True)).sum().item()
+            self.assertEqual(total, sum(i * i for i in range(10)))
+
+
+if __name__ == "__main__":
+    unittest.main()
