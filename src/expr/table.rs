@@ -93,6 +93,11 @@ impl Row {
         &self.derived().expr
     }
 
+    /// The formula of these operands and scalar arguments.
+    pub(crate) fn build(&self, operands: &[Expr], scalars: &[Expr]) -> Expr {
+        (self.formula)(operands, scalars)
+    }
+
     /// The derivatives with respect to each operand: the row's own, where the symbolic one would lose digits or be
     /// undefined at a point where the true one is not. The constant 0 where there is none.
     pub fn derivatives(&self) -> &[Expr] {

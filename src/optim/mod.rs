@@ -9,10 +9,13 @@
 //! the rest, for rules of other crates too. [`Scheduler`] changes the learning rate from step to step, [`ReduceLrOnPlateau`] when a metric stops getting
 //! better, [`clip_grad_norm_`]
 //! and [`GradScaler`] look after gradients that are too large or, in f16, too small.
+//!
+//! [`fused_adamw_`] and its kin are single steps, for whoever keeps the state.
 
 mod adam;
 mod clip;
 mod flat;
+mod functional;
 mod fused;
 mod lion;
 mod plateau;
@@ -28,6 +31,7 @@ use crate::{Result, Tensor};
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use clip::{clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm};
 pub(crate) use flat::joined_views;
+pub use functional::{FusedAdamState, FusedStep, fused_adam_, fused_adamw_, fused_sgd_, unscale_};
 pub use fused::Fused;
 pub use lion::{Lion, LionConfig};
 pub use plateau::{PlateauMode, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, ThresholdMode};

@@ -10,6 +10,7 @@ mod examples;
 mod layers;
 mod modules;
 mod optim;
+mod optim_functional;
 mod optim_shared;
 mod packed;
 mod pytorch_layers;

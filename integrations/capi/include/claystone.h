@@ -185,6 +185,76 @@ typedef struct {
     size_t length;
 } ClaystoneBytes;
 
+// A list of tensors.
+typedef struct {
+    // Handles, none of them null.
+    const ClaystoneTensor *const *tensors;
+    // How many.
+    size_t count;
+} ClaystoneTensors;
+
+// What a step of an optimiser is made of, whichever it is.
+typedef struct {
+    // What is updated.
+    ClaystoneTensors parameters;
+    // As many gradients.
+    ClaystoneTensors gradients;
+    // The learning rate, of one element, on the device; null where that of the hyperparameters is the one.
+    const ClaystoneTensor *lr;
+    // What gradients are divided by first, in place, of one element; or null.
+    const ClaystoneTensor *grad_scale;
+    // One element: where it is 1 nothing is changed. Or null.
+    const ClaystoneTensor *found_inf;
+    // Whether to go up the gradient instead of down.
+    bool maximize;
+} ClaystoneStep;
+
+// The state of Adam and AdamW: as many tensors as parameters in each list.
+typedef struct {
+    // Running means of the gradients.
+    ClaystoneTensors exp_avgs;
+    // Running means of their squares.
+    ClaystoneTensors exp_avg_sqs;
+    // The greatest of these so far; read with `amsgrad` only.
+    ClaystoneTensors max_exp_avg_sqs;
+    // Tensors of one element: the how-manieth step this is, from 1 on.
+    ClaystoneTensors steps;
+} ClaystoneAdamState;
+
+// Hyperparameters of Adam and AdamW.
+typedef struct {
+    // Learning rate.
+    double lr;
+    // Decay of the running mean of the gradient.
+    double beta1;
+    // Decay of the running mean of its square.
+    double beta2;
+    // Added to the denominator.
+    double eps;
+    // Weight decay: of AdamW beside the gradient, otherwise in it.
+    double weight_decay;
+    // Whether to divide by the greatest running mean so far.
+    bool amsgrad;
+    // Whether it is AdamW.
+    bool decoupled;
+} ClaystoneAdam;
+
+// Hyperparameters of stochastic gradient descent.
+typedef struct {
+    // Learning rate.
+    double lr;
+    // Factor of the velocity kept from step to step; 0 for none.
+    double momentum;
+    // The part of the gradient that does not reach the velocity, from the second step on.
+    double dampening;
+    // L2 penalty, added to the gradient.
+    double weight_decay;
+    // Nesterov's look-ahead.
+    bool nesterov;
+    // Whether it is the first step: what the momentum buffers hold is not read.
+    bool first;
+} ClaystoneSgd;
+
 // What a tensor is, but for its sizes and strides.
 typedef struct {
     // The number of the device.
@@ -282,6 +352,32 @@ ClaystoneStatus claystone_memory_record_history(int32_t number,
 ClaystoneStatus claystone_memory_snapshot(int32_t number,
                                           int32_t format,
                                           ClaystoneBytes *snapshot);
+
+// Runs an elementwise operation on many tensors: `lists` has its operands, `list_count` of them, each of as many tensors as `out`, which
+// is written, or of one for all; `numbers` has its other arguments. Tensors of one shape share launches. `out` may be the first list.
+ClaystoneStatus claystone_foreach(const char *name,
+                                  const ClaystoneTensors *lists,
+                                  size_t list_count,
+                                  const double *numbers,
+                                  size_t number_count,
+                                  ClaystoneTensors out);
+
+// One step of Adam or AdamW. PyTorch's `torch._fused_adam_` and `torch._fused_adamw_`.
+ClaystoneStatus claystone_fused_adam(const ClaystoneStep *step,
+                                     const ClaystoneAdamState *state,
+                                     const ClaystoneAdam *adam);
+
+// One step of stochastic gradient descent. `momentum_buffers` has as many tensors as there are parameters, or none without a
+// momentum. PyTorch's `torch._fused_sgd_`.
+ClaystoneStatus claystone_fused_sgd(const ClaystoneStep *step,
+                                    ClaystoneTensors momentum_buffers,
+                                    const ClaystoneSgd *sgd);
+
+// Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 where one of them is infinite or NaN; both are of one
+// element. PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`.
+ClaystoneStatus claystone_unscale(ClaystoneTensors gradients,
+                                  const ClaystoneTensor *found_inf,
+                                  const ClaystoneTensor *inv_scale);
 
 // Makes a generator of this seed. To have an operation draw from it, give it as an argument of the call.
 ClaystoneStatus claystone_generator_new(uint64_t seed, ClaystoneGenerator **generator);

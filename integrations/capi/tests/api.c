@@ -280,6 +280,8 @@ static void pinned(void) {
     claystone_storage_release(storage);
 }
 
+#include "many.h"
+
 static void *on_another_thread(void *stream) {
     ClaystoneStream *current;
     int64_t id;
@@ -448,6 +450,7 @@ int main(int count, char **arguments) {
     storages_and_views();
     operations();
     gradients();
+    many();
     copies();
     pinned();
     streams();

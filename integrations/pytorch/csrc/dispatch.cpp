@@ -2,6 +2,7 @@
 #include "dispatch.h"
 #include "copy.h"
 #include "evaluate.h"
+#include "foreach.h"
 #include "functions.h"
 
 #include <ATen/ExpandUtils.h>
@@ -35,6 +36,7 @@ struct Operator {
     std::vector<size_t> arguments; // positions on the stack of the arguments of the row
     std::vector<size_t> outputs;   // positions on the stack of what is written
     bool in_place = false;
+    bool each = false; // it is for each tensor of lists
 };
 
 // What belongs together: an operator, its form in place and that with `out`, have the same key.
@@ -79,6 +81,7 @@ const Operator& find(const c10::OperatorHandle& handle) {
     }
     Operator made;
     const std::string key = key_of(handle.schema(), &made.arguments, &made.outputs, &made.in_place);
+    made.each = handle.schema().name().starts_with("aten::_foreach_");
     std::unique_lock lock(mutex);
     const auto row = rows.find(key);
     made.row = row == rows.end() || (row->second.writes_itself && !made.in_place) ? nullptr : &row->second;
@@ -211,6 +214,40 @@ c10::IValue returned(const Value& value, const c10::Argument& wanted, const Scop
     return kind == c10::TypeKind::BoolType ? c10::IValue(value.truth()) : c10::IValue(value.integer());
 }
 
+// The program of a row for these arguments.
+const Alternative* choose(const Row& row, Scope& scope) {
+    for (const Alternative& alternative : row.alternatives) {
+        if (!alternative.condition || evaluate(*alternative.condition->results[0], scope).truth()) {
+            return &alternative;
+        }
+    }
+    throw Refused("its row has no program for these arguments");
+}
+
+// Runs the row's operation for each tensor of lists, together; where they do not go together, PyTorch's way calls operators one by one.
+void run_each(const Operator& op, const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+    const auto& schema = handle.schema();
+    const size_t base = stack->size() - schema.arguments().size();
+    std::vector<c10::IValue> arguments;
+    for (const size_t position : op.arguments) {
+        arguments.push_back((*stack)[base + position]);
+    }
+    try {
+        Scope scope = scope_of_lists(arguments);
+        const Alternative* const chosen = choose(*op.row, scope);
+        const auto out = op.outputs.empty() ? std::vector<at::Tensor>() : (*stack)[base + op.outputs[0]].toTensorVector();
+        if (const auto written = foreach(*chosen->program.results[0], scope, arguments, out)) {
+            stack->resize(base);
+            if (!schema.returns().empty()) {
+                stack->emplace_back(*written);
+            }
+            return;
+        }
+    } catch (const Refused&) {
+    }
+    handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+}
+
 // Runs the row's program. Nothing was written, and the stack is as it was, where it is refused.
 void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stack* stack) {
     const size_t size = schema.arguments().size(), base = stack->size() - size;
@@ -232,12 +269,7 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
     if (!outputs.empty()) {
         scope.out_dtype = Dtype{*claystone_dtype(outputs[0].scalar_type())};
     }
-    const auto chosen = std::find_if(op.row->alternatives.begin(), op.row->alternatives.end(), [&](const Alternative& alternative) {
-        return !alternative.condition || evaluate(*alternative.condition->results[0], scope).truth();
-    });
-    if (chosen == op.row->alternatives.end()) {
-        throw Refused("its row has no program for these arguments");
-    }
+    const Alternative* const chosen = choose(*op.row, scope);
     const Program& program = chosen->program;
     scope.values.resize(std::max(program.slots, arguments));
     for (const auto& [slot, value] : program.assignments) {
@@ -282,6 +314,9 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
 
 void kernel(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
     const Operator& op = find(handle);
+    if (op.row && op.each) {
+        return run_each(op, handle, stack);
+    }
     std::string reason = "it has no row in operators.toml";
     if (op.row) {
         try {

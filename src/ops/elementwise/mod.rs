@@ -4,6 +4,7 @@
 //! autograd; [`apply_row`] and [`Tensor::map`] record what they compute and differentiate the expression itself.
 
 pub(crate) mod copy;
+pub(crate) mod each;
 pub(crate) mod map;
 pub(crate) mod pointwise;
 

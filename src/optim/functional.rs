@@ -1,0 +1,251 @@
+//! Steps on tensors of somebody else's, who keeps the state and counts the steps on the device: what PyTorch's optimisers call with
+//! `fused=True`. Nothing waits.
+
+use smallvec::SmallVec;
+
+use super::rule::Rule;
+use super::{AdamConfig, AdamWConfig, SgdConfig};
+use crate::ops::{TensorSet, foreach_into, map_each};
+use crate::{DType, Error, Expr, Result, Scalar, Tensor, no_grad};
+
+/// What a step is made of, for every optimiser: parameters, their gradients, and what holds for all of them.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FusedStep<'a> {
+    /// What is updated, in place.
+    pub parameters: &'a [&'a Tensor],
+    /// As many gradients.
+    pub gradients: &'a [&'a Tensor],
+    /// The learning rate as a tensor of one element on the device, in place of the config's.
+    pub lr: Option<&'a Tensor>,
+    /// What the gradients are divided by first, in place: the factor of a loss scaler, of one element.
+    pub grad_scale: Option<&'a Tensor>,
+    /// One element: where it is 1, gradients overflowed, and nothing is changed.
+    pub found_inf: Option<&'a Tensor>,
+    /// Whether to go up the gradient instead of down.
+    pub maximize: bool,
+}
+
+/// The state of [`fused_adam_`] and [`fused_adamw_`]: as many tensors as there are parameters in each.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FusedAdamState<'a> {
+    /// Running means of the gradients.
+    pub exp_avgs: &'a [&'a Tensor],
+    /// Running means of their squares.
+    pub exp_avg_sqs: &'a [&'a Tensor],
+    /// The greatest of these so far; read with `amsgrad` only.
+    pub max_exp_avg_sqs: &'a [&'a Tensor],
+    /// Tensors of one element: the how-manieth step this is, from 1 on.
+    pub steps: &'a [&'a Tensor],
+}
+
+/// One step of Adam (PyTorch's `torch._fused_adam_`). Parameters of one shape share launches.
+///
+/// ```
+/// use claystone::optim::{AdamConfig, FusedAdamState, FusedStep, fused_adam_};
+/// use claystone::{Device, Tensor};
+/// let new = |value: f64| Tensor::full(2, value, Device::Cpu);
+/// let (w, g, m, v, step) = (new(1.0)?, new(0.5)?, new(0.0)?, new(0.0)?, Tensor::ones((), Device::Cpu)?);
+/// let tensors = FusedStep { parameters: &[&w], gradients: &[&g], ..Default::default() };
+/// let state = FusedAdamState { exp_avgs: &[&m], exp_avg_sqs: &[&v], steps: &[&step], ..Default::default() };
+/// fused_adam_(&tensors, &state, &AdamConfig { lr: 0.1, ..Default::default() })?;
+/// assert!((w.to_vec::<f32>()?[0] - 0.9).abs() < 1e-6);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] for lists of different lengths; those of [`map_each`].
+#[track_caller]
+pub fn fused_adam_(step: &FusedStep, state: &FusedAdamState, config: &AdamConfig) -> Result<()> {
+    adam(step, state, config, [config.beta1, config.beta2, config.weight_decay], config.amsgrad, false)
+}
+
+/// One step of AdamW (PyTorch's `torch._fused_adamw_`). Parameters of one shape share launches.
+///
+/// # Errors
+/// Those of [`fused_adam_`].
+#[track_caller]
+pub fn fused_adamw_(step: &FusedStep, state: &FusedAdamState, config: &AdamWConfig) -> Result<()> {
+    adam(step, state, config, [config.beta1, config.beta2, config.weight_decay], config.amsgrad, true)
+}
+
+/// Of the rule's numbers these depend on the step or the learning rate: the step's size, the correction of the squares, the decay.
+const SIZE: usize = 4;
+const CORRECTION: usize = 5;
+const DECAY: usize = 7;
+
+fn adam(
+    step: &FusedStep,
+    state: &FusedAdamState,
+    rule: &impl Rule,
+    [beta1, beta2, weight_decay]: [f64; 3],
+    amsgrad: bool,
+    decoupled: bool,
+) -> Result<()> {
+    let lists = [state.exp_avgs, state.exp_avg_sqs, state.max_exp_avg_sqs];
+    let (sizes, corrections) = adam_numbers(step, state.steps, rule.learning_rate(), [beta1, beta2])?;
+    let lr = step.lr;
+    let run =
+        Run { step, state: &lists[..if amsgrad { 3 } else { 2 }], numbers: &[&sizes, &corrections], zero_state: false };
+    run.launch(rule, |all, own| {
+        all[SIZE] = own[0].clone();
+        all[CORRECTION] = own[1].clone();
+        if let (Some(_), true) = (lr, decoupled) {
+            all[DECAY] = 1.0 - own.last().expect("the learning rate is the last") * weight_decay;
+        }
+    })
+}
+
+/// The two numbers of each parameter that depend on its step, computed on the device.
+fn adam_numbers(step: &FusedStep, steps: &[&Tensor], lr: f64, betas: [f64; 2]) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
+    let wide = step.parameters.iter().any(|p| p.dtype() == DType::F64);
+    let dtype = if wide { DType::F64 } else { DType::F32 };
+    let new = || steps.iter().map(|t| Tensor::empty((), (dtype, t.device()))).collect::<Result<Vec<_>>>();
+    let (sizes, corrections) = (new()?, new()?);
+    let counts = steps.iter().map(|t| t.to_dtype(dtype)?.reshape(())).collect::<Result<Vec<_>>>()?;
+    let set = |((count, size), correction)| TensorSet {
+        inputs: SmallVec::from_slice(&[count]),
+        outputs: SmallVec::from_slice(&[size, correction]),
+    };
+    let sets: Vec<TensorSet> = counts.iter().zip(&sizes).zip(&corrections).map(set).collect();
+    let scalars = [lr, betas[0].ln(), betas[1].ln()].map(Scalar::Float);
+    no_grad(|| {
+        let lr = step.lr.map(|lr| lr.reshape(())).transpose()?;
+        map_each("fused_adam_", &sets, &lr.iter().collect::<Vec<_>>(), &scalars, |x, s| {
+            // 1 - beta^step, without the loss of digits that the subtraction would be.
+            let [bias1, bias2] = [1, 2].map(|i| -(&x[0] * &s[i]).expm1());
+            vec![x.get(1).unwrap_or(&s[0]) / bias1, bias2.recip()]
+        })
+    })?;
+    drop(sets);
+    Ok((sizes, corrections))
+}
+
+/// One step of stochastic gradient descent (PyTorch's `torch._fused_sgd_`). `momentum_buffers` has as many tensors as there are
+/// parameters, or none without a momentum; at the `first` step what they hold is not read.
+///
+/// ```
+/// use claystone::optim::{FusedStep, SgdConfig, fused_sgd_};
+/// use claystone::{Device, Tensor};
+/// let (w, g) = (Tensor::ones(2, Device::Cpu)?, Tensor::ones(2, Device::Cpu)?);
+/// let tensors = FusedStep { parameters: &[&w], gradients: &[&g], ..Default::default() };
+/// fused_sgd_(&tensors, &[], true, &SgdConfig { lr: 0.25, ..Default::default() })?;
+/// assert_eq!(w.to_vec::<f32>()?, [0.75; 2]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of [`fused_adam_`].
+#[track_caller]
+pub fn fused_sgd_(step: &FusedStep, momentum_buffers: &[&Tensor], first: bool, config: &SgdConfig) -> Result<()> {
+    let lists = [momentum_buffers];
+    let state = if config.momentum == 0.0 { &[] } else { &lists[..] };
+    let lr = step.lr;
+    Run { step, state, numbers: &[], zero_state: first }.launch_at(config, if first { 1 } else { 2 }, |all, own| {
+        if lr.is_some() {
+            all[0] = own.last().expect("the learning rate is the last").clone();
+        }
+    })
+}
+
+/// A step of a rule.
+struct Run<'a> {
+    step: &'a FusedStep<'a>,
+    state: &'a [&'a [&'a Tensor]],
+    /// Numbers of each parameter, of one element.
+    numbers: &'a [&'a [Tensor]],
+    /// Whether the state is zero, whatever the tensors hold.
+    zero_state: bool,
+}
+
+impl Run<'_> {
+    fn launch<R: Rule>(&self, rule: &R, numbers: impl Fn(&mut [Expr], &[Expr])) -> Result<()> {
+        self.launch_at(rule, 1, numbers)
+    }
+
+    /// Launches the rule's formula with its numbers of this step, which `put` changes to those that are tensors: it is given
+    /// the numbers of the parameter, and the learning rate if that is a tensor.
+    fn launch_at<R: Rule>(&self, rule: &R, at: i32, put: impl Fn(&mut [Expr], &[Expr])) -> Result<()> {
+        let FusedStep { parameters, gradients, lr, grad_scale, found_inf, maximize } = *self.step;
+        let count = parameters.len();
+        let lengths = [gradients.len()].into_iter().chain(self.state.iter().map(|list| list.len()));
+        if lengths.chain(self.numbers.iter().map(|list| list.len())).any(|length| length != count) {
+            return Err(Error::invalid(
+                R::NAME,
+                format!("of each list there have to be {count} tensors, as many as parameters"),
+            ));
+        }
+        let written = |i: usize| {
+            let scaled = grad_scale.map(|_| gradients[i]);
+            [parameters[i]].into_iter().chain(self.state.iter().map(move |list| list[i])).chain(scaled)
+        };
+        let set = |i: usize| TensorSet {
+            inputs: [parameters[i], gradients[i]]
+                .into_iter()
+                .chain(self.state.iter().map(|list| list[i]))
+                .chain(self.numbers.iter().map(|list| &list[i]))
+                .collect(),
+            outputs: written(i).collect(),
+        };
+        let sets: Vec<TensorSet> = (0..count).map(set).collect();
+        let common = [lr, grad_scale, found_inf].into_iter().flatten().map(|one| one.reshape(()));
+        let common = common.collect::<Result<SmallVec<[Tensor; 3]>>>()?;
+        let common: SmallVec<[&Tensor; 3]> = common.iter().collect();
+        let scalars: Vec<Scalar> = rule.numbers(at).into_iter().map(Scalar::Float).collect();
+        let (held, numbers) = (self.state.len(), self.numbers.len());
+        no_grad(|| {
+            map_each(R::NAME, &sets, &common, &scalars, |x, s| {
+                let (own, common) = x.split_at(2 + held + numbers);
+                let (own, of_parameter) = own.split_at(2 + held);
+                let mut common = common.iter();
+                let mut next = |given: Option<&Tensor>| given.and_then(|_| common.next());
+                let (lr, scale, overflow) = (next(lr), next(grad_scale), next(found_inf));
+                let mut all = s.to_vec();
+                put(&mut all, &of_parameter.iter().chain(lr).cloned().collect::<Vec<_>>());
+                let gradient = scale.map_or(own[1].clone(), |scale| &own[1] / scale);
+                let downhill = if maximize { -&gradient } else { gradient.clone() };
+                let zeros = vec![Expr::constant(0.0); held];
+                let state = if self.zero_state { &zeros[..] } else { &own[2..] };
+                let (weight, state) = rule.update(&own[0], &downhill, state, &all);
+                let new = [weight].into_iter().chain(state).chain(scale.map(|_| gradient));
+                let old = [&own[0]].into_iter().chain(&own[2..]).chain(scale.map(|_| &own[1]));
+                let kept = |(new, old): (Expr, &Expr)| match overflow {
+                    Some(overflow) => overflow.eq(1.0).select(old, new),
+                    None => new,
+                };
+                new.zip(old).map(kept).collect()
+            })
+        })
+    }
+}
+
+/// Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 where one of them is infinite or NaN; both are of one
+/// element (PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`).
+///
+/// ```
+/// use claystone::{Device, Tensor, optim::unscale_};
+/// let (g, found) = (Tensor::full(2, 8, Device::Cpu)?.to_dtype(claystone::DType::F32)?, Tensor::zeros((), Device::Cpu)?);
+/// unscale_(&[&g], &found, &Tensor::full((), 0.25, Device::Cpu)?)?;
+/// assert_eq!((g.to_vec::<f32>()?[0], found.item::<f32>()?), (2.0, 0.0));
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of [`map_each`].
+#[track_caller]
+pub fn unscale_(gradients: &[&Tensor], found_inf: &Tensor, inv_scale: &Tensor) -> Result<()> {
+    if gradients.is_empty() {
+        return Ok(());
+    }
+    no_grad(|| {
+        let wide = gradients.iter().any(|g| g.dtype() == DType::F64);
+        let dtype = if wide { DType::F64 } else { DType::F32 };
+        let some = gradients.iter().filter(|g| g.numel() > 0);
+        let greatest = some.map(|g| g.vector_norm(f64::INFINITY, (), false)?.to_dtype(dtype));
+        let greatest = greatest.collect::<Result<Vec<_>>>()?;
+        if !greatest.is_empty() {
+            let finite = Tensor::stack(&greatest, 0)?.isfinite()?.all((), false)?;
+            Tensor::map_into(&[found_inf, &finite], &[], &[found_inf], |x, _| vec![x[1].select(&x[0], 1.0)])?;
+        }
+        foreach_into("mul", &[gradients, &[&inv_scale.reshape(())?]], &[], gradients)
+    })
+}

@@ -1,0 +1,219 @@
+//! Single steps on tensors whose state the caller keeps, against the optimisers that keep it themselves; one formula for many tensors.
+
+use claystone::device::count_launches;
+use claystone::ops::{self, TensorSet, map_each};
+use claystone::optim::*;
+use claystone::{DType, Device, Tensor, no_grad};
+
+use crate::common::{each_device, values};
+
+/// Three parameters, two of them of one shape.
+const SIZES: [usize; 3] = [5, 3, 5];
+
+struct Tensors(Vec<Tensor>);
+
+impl Tensors {
+    fn new(dtype: DType, device: Device, value: impl Fn(usize, usize) -> f64) -> Tensors {
+        let one = |k: usize| {
+            let values: Vec<f64> = (0..SIZES[k]).map(|i| value(k, i)).collect();
+            let host = Tensor::from_slice(&values, SIZES[k], Device::Cpu).unwrap();
+            host.to_dtype(dtype).unwrap().to_device(device).unwrap()
+        };
+        Tensors((0..3).map(one).collect())
+    }
+
+    fn zeros(dtype: DType, device: Device) -> Tensors {
+        Tensors::new(dtype, device, |_, _| 0.0)
+    }
+
+    fn refs(&self) -> Vec<&Tensor> {
+        self.0.iter().collect()
+    }
+
+    fn values(&self) -> Vec<f64> {
+        self.0.iter().flat_map(values).collect()
+    }
+}
+
+fn start(k: usize, i: usize) -> f64 {
+    0.5 + 0.25 * i as f64 - 0.75 * k as f64
+}
+
+fn slope(step: usize, k: usize, i: usize) -> f64 {
+    (1.0 + step as f64 * 0.3 - 0.4 * i as f64) * if k == 1 { -1.0 } else { 0.5 }
+}
+
+fn number(value: f64, device: Device, dtype: DType) -> Tensor {
+    Tensor::full((), value, (dtype, device)).unwrap()
+}
+
+/// What an optimiser makes of the same in five steps, with or without the sign of the gradient turned.
+fn wanted<R: Rule>(rule: R, dtype: DType, device: Device, sign: f64) -> Vec<f64> {
+    let parameters = Tensors::new(dtype, device, start);
+    let mut leaves: Vec<Tensor> = parameters.0.into_iter().map(|p| p.requires_grad_(true).unwrap()).collect();
+    let mut optimizer = Fused::new(leaves.iter_mut().collect(), rule).unwrap();
+    for step in 0..5 {
+        let gradients = Tensors::new(dtype, device, |k, i| sign * slope(step, k, i));
+        leaves.iter().zip(gradients.0).for_each(|(p, g)| p.set_grad(g).unwrap());
+        optimizer.step().unwrap();
+    }
+    Tensors(leaves).values()
+}
+
+fn close(got: &[f64], want: &[f64], within: f64) {
+    let near = |(a, b): (&f64, &f64)| (a - b).abs() <= within;
+    assert!(got.len() == want.len() && got.iter().zip(want).all(near), "{got:?} instead of {want:?}");
+}
+
+#[test]
+fn adam_is_that_of_the_optimiser() {
+    each_device(|device| {
+        for (dtype, within) in [(DType::F32, 2e-6), (DType::F64, 1e-12)] {
+            if dtype == DType::F64 && Tensor::zeros(1, (DType::F64, device)).is_err() {
+                continue;
+            }
+            for (decoupled, amsgrad, maximize) in [(true, false, false), (false, true, false), (true, true, true)] {
+                let adam = AdamConfig { lr: 0.1, weight_decay: 0.2, amsgrad, ..Default::default() };
+                let AdamConfig { lr, beta1, beta2, eps, weight_decay, .. } = adam;
+                let adamw = AdamWConfig { lr, beta1, beta2, eps, weight_decay, amsgrad };
+                let sign = if maximize { -1.0 } else { 1.0 };
+                let want = match decoupled {
+                    true => wanted(adamw, dtype, device, sign),
+                    false => wanted(adam, dtype, device, sign),
+                };
+                for (lr, scale) in
+                    [(None, None), (Some(number(0.1, device, dtype)), Some(number(8.0, device, DType::F32)))]
+                {
+                    let parameters = Tensors::new(dtype, device, start);
+                    let [m, v, greatest] = [(); 3].map(|()| Tensors::zeros(dtype, device));
+                    let steps: Vec<Tensor> = (0..3).map(|_| number(0.0, device, DType::F32)).collect();
+                    let of_steps: Vec<&Tensor> = steps.iter().collect();
+                    let mut launched = 0;
+                    for step in 0..6 {
+                        // Of the fourth step the gradients overflow: all stays as it is.
+                        let overflow = step == 3;
+                        let found = number(f64::from(overflow), device, DType::F32);
+                        let factor = if scale.is_some() { 8.0 } else { 1.0 };
+                        let at = step - usize::from(step > 3);
+                        let gradients = Tensors::new(dtype, device, |k, i| {
+                            if overflow { f64::INFINITY } else { factor * slope(at, k, i) }
+                        });
+                        let before = parameters.values();
+                        ops::foreach_into("add_scalar", &[&of_steps], &[1.0.into()], &of_steps).unwrap();
+                        let tensors = FusedStep {
+                            parameters: &parameters.refs(),
+                            gradients: &gradients.refs(),
+                            lr: lr.as_ref(),
+                            grad_scale: scale.as_ref(),
+                            found_inf: Some(&found),
+                            maximize,
+                        };
+                        let (m, v, greatest) = (m.refs(), v.refs(), greatest.refs());
+                        let (exp_avgs, exp_avg_sqs, max_exp_avg_sqs) = (&m[..], &v[..], &greatest[..]);
+                        let state = FusedAdamState { exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps: &of_steps };
+                        let config = AdamWConfig { lr: if lr.is_some() { 9.0 } else { 0.1 }, ..adamw };
+                        let AdamWConfig { lr, .. } = config;
+                        let run = || match decoupled {
+                            true => fused_adamw_(&tensors, &state, &config),
+                            false => fused_adam_(&tensors, &state, &AdamConfig { lr, ..adam }),
+                        };
+                        let (done, launches) = count_launches(run);
+                        done.unwrap();
+                        launched = launches;
+                        if overflow {
+                            assert_eq!(parameters.values(), before);
+                            ops::foreach_into("add_scalar", &[&of_steps], &[(-1.0).into()], &of_steps).unwrap();
+                        } else {
+                            close(
+                                &gradients.values(),
+                                &Tensors::new(dtype, device, |k, i| slope(at, k, i)).values(),
+                                within,
+                            );
+                        }
+                    }
+                    close(&parameters.values(), &want, within);
+                    // The numbers of all at once, then a launch a shape; f64 converts the steps first.
+                    assert_eq!(launched, if dtype == DType::F64 { 6 } else { 3 }, "{device}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn sgd_is_that_of_the_optimiser() {
+    each_device(|device| {
+        let plain = SgdConfig { lr: 0.1, weight_decay: 0.2, ..Default::default() };
+        let heavy = SgdConfig { momentum: 0.9, dampening: 0.3, ..plain };
+        let light = SgdConfig { momentum: 0.9, nesterov: true, ..plain };
+        for (config, maximize) in [(plain, false), (heavy, true), (light, false)] {
+            let want = wanted(config, DType::F32, device, if maximize { -1.0 } else { 1.0 });
+            for lr in [None, Some(number(0.1, device, DType::F32))] {
+                let parameters = Tensors::new(DType::F32, device, start);
+                let buffers = Tensors::new(DType::F32, device, |_, _| f64::NAN); // as memory that nobody has written may hold
+                for step in 0..5 {
+                    let gradients = Tensors::new(DType::F32, device, |k, i| slope(step, k, i));
+                    let tensors = FusedStep {
+                        parameters: &parameters.refs(),
+                        gradients: &gradients.refs(),
+                        lr: lr.as_ref(),
+                        maximize,
+                        ..Default::default()
+                    };
+                    let config = SgdConfig { lr: if lr.is_some() { 9.0 } else { 0.1 }, ..config };
+                    let run = || fused_sgd_(&tensors, &buffers.refs(), step == 0, &config);
+                    let (done, launches) = count_launches(run);
+                    done.unwrap();
+                    assert_eq!(launches, 2, "one a shape on {device}");
+                }
+                close(&parameters.values(), &want, 2e-6);
+            }
+        }
+    });
+}
+
+#[test]
+fn overflows_are_found() {
+    each_device(|device| {
+        let inverse = number(0.25, device, DType::F32);
+        for (broken, found) in [(None, 0.0), (Some(f64::NAN), 1.0), (Some(f64::NEG_INFINITY), 1.0)] {
+            let value = |k: usize, i: usize| broken.filter(|_| (k, i) == (1, 2)).unwrap_or(8.0);
+            let (gradients, flag) = (Tensors::new(DType::F32, device, value), number(0.0, device, DType::F32));
+            unscale_(&gradients.refs(), &flag, &inverse).unwrap();
+            assert_eq!((flag.item::<f32>().unwrap(), gradients.values()[0]), (found, 2.0));
+        }
+    });
+}
+
+#[test]
+fn tensors_that_meet_are_written_one_after_the_other() {
+    each_device(|device| {
+        let x = Tensor::ones(6, device).unwrap();
+        let (a, b) = (x.narrow(0, 0, 3).unwrap(), x.narrow(0, 3, 3).unwrap());
+        let y = Tensor::ones(3, device).unwrap();
+        let each = [&a, &y, &b, &a];
+        ops::foreach_into("add_scalar", &[&each], &[1.0.into()], &each).unwrap();
+        assert_eq!((values(&x), values(&y)), (vec![3.0, 3.0, 3.0, 2.0, 2.0, 2.0], vec![2.0; 3]));
+        let many: Vec<Tensor> = (0..40).map(|_| Tensor::ones(3, device).unwrap()).collect();
+        let refs: Vec<&Tensor> = many.iter().collect();
+        let ((), launches) = count_launches(|| ops::foreach_into("mul", &[&refs, &[&y]], &[], &refs).unwrap());
+        assert!(many.iter().all(|t| values(t) == [2.0; 3]));
+        assert_eq!(launches, 4, "of 10 each on {device}");
+    });
+}
+
+#[test]
+fn what_does_not_fit_is_a_sentence() {
+    let x = Tensor::ones(3, Device::Cpu).unwrap();
+    let fails = |done: claystone::Result<()>, part: &str| {
+        let message = done.unwrap_err().to_string();
+        assert!(message.contains(part), "{message}");
+    };
+    fails(ops::foreach_into("matmul", &[&[&x]], &[], &[&x]), "no elementwise operation");
+    fails(ops::foreach_into("add", &[&[&x]], &[], &[&x]), "add takes 2 lists");
+    fails(ops::foreach_into("add", &[&[&x, &x, &x], &[&x, &x]], &[], &[&x]), "as many tensors");
+    let sets = [TensorSet::default(), TensorSet { inputs: [&x].into_iter().collect(), ..Default::default() }];
+    fails(map_each("shrink", &sets, &[], &[], |x, _| x.to_vec()), "shrink");
+    let step = FusedStep { parameters: &[&x], ..Default::default() };
+    fails(no_grad(|| fused_sgd_(&step, &[], true, &SgdConfig::default())), "there have to be 1 tensors");
+}
