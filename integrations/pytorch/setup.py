@@ -62,7 +62,7 @@ extension = Extension(
     "claystone_torch._C",
     sources=sorted(str(path.relative_to(here)) for path in here.glob("csrc/*.cpp")),
     depends=sorted(str(path.relative_to(here)) for path in here.glob("csrc/*.h")),
-    include_dirs=[str(torch / "include"), str(torch / "include/torch/csrc/api/include"), str(repository / "integrations/capi/include")],
+    include_dirs=[str(torch / "include"), str(torch / "include/torch/csrc/api/include"), str(torch / "include/kineto"), str(repository / "integrations/capi/include")],
     library_dirs=[str(torch / "lib")],
     libraries=["c10", "torch", "torch_cpu", "torch_python", "claystone_capi"],
     runtime_library_dirs=["$ORIGIN"],

@@ -108,12 +108,37 @@ typedef enum {
     CLAYSTONE_SNAPSHOT_FORMAT_JSON = 1,
 } ClaystoneSnapshotFormat;
 
+// What an event of a profile is about.
+typedef enum {
+    // An operation on the host: while it is submitted to an OpenCL device, or while the CPU device computes it.
+    CLAYSTONE_CATEGORY_OPERATION = 0,
+    // A call of the driver that submits a command.
+    CLAYSTONE_CATEGORY_LAUNCH = 1,
+    // The host waits for a device.
+    CLAYSTONE_CATEGORY_WAIT = 2,
+    // A kernel on a device.
+    CLAYSTONE_CATEGORY_KERNEL = 3,
+    // Bytes are copied within a device.
+    CLAYSTONE_CATEGORY_COPY = 4,
+    // Bytes are filled on a device.
+    CLAYSTONE_CATEGORY_FILL = 5,
+    // Bytes go from a device to the host.
+    CLAYSTONE_CATEGORY_READ = 6,
+    // Bytes go from the host to a device.
+    CLAYSTONE_CATEGORY_WRITE = 7,
+    // Anything else.
+    CLAYSTONE_CATEGORY_OTHER = 8,
+} ClaystoneCategory;
+
 // A handle on a point in a stream's work.
 typedef struct ClaystoneEvent ClaystoneEvent;
 
 // A handle on a generator of random numbers: a seed and the number of draws made from it. One serves every device. Where a function
 // takes one, null is the process's own.
 typedef struct ClaystoneGenerator ClaystoneGenerator;
+
+// A handle on what was recorded.
+typedef struct ClaystoneProfile ClaystoneProfile;
 
 // A handle on a run of bytes on one device. The bytes go back to the device's allocator when the last handle and the last tensor
 // on them are released.
@@ -255,6 +280,28 @@ typedef struct {
     bool first;
 } ClaystoneSgd;
 
+// An event of a profile.
+typedef struct {
+    // A ClaystoneCategory.
+    int32_t category;
+    // PyTorch's name of an operation, of a kernel its program's, of other commands the driver's: the profile's, as long as that lives.
+    const char *name;
+    // The number of the device that works, or that the host works for; the CPU device's where there is none.
+    int32_t device;
+    // Whether it happened on a stream of an OpenCL device, and not on a thread of the host.
+    bool on_stream;
+    // The number of the stream or of the thread.
+    uint32_t lane;
+    // Nanoseconds from when the profiler was started to when the event began.
+    int64_t start;
+    // For how many nanoseconds it ran.
+    int64_t duration;
+    // Bytes that it reads and writes, where they are known.
+    uint64_t bytes;
+    // What a launch and its command on the device have in common; 0 for other events.
+    uint64_t launch;
+} ClaystoneProfileEvent;
+
 // What a tensor is, but for its sizes and strides.
 typedef struct {
     // The number of the device.
@@ -378,6 +425,24 @@ ClaystoneStatus claystone_fused_sgd(const ClaystoneStep *step,
 ClaystoneStatus claystone_unscale(ClaystoneTensors gradients,
                                   const ClaystoneTensor *found_inf,
                                   const ClaystoneTensor *inv_scale);
+
+// Begins to record what the process does. Waits for what devices have to do. One profiler at a time sees the whole process.
+ClaystoneStatus claystone_profiler_start(void);
+
+// Ends the recording, and gives what was recorded. Waits for what devices have to do. The handle is the caller's.
+ClaystoneStatus claystone_profiler_stop(ClaystoneProfile **profile);
+
+// How many events a profile has.
+ClaystoneStatus claystone_profile_count(const ClaystoneProfile *profile, size_t *count);
+
+// An event of a profile, by its index in the order in which they began.
+ClaystoneStatus claystone_profile_event(const ClaystoneProfile *profile, size_t index, ClaystoneProfileEvent *event);
+
+// A profile as the trace that `claystone profile`, Perfetto and `chrome://tracing` read. The bytes are the caller's.
+ClaystoneStatus claystone_profile_trace(const ClaystoneProfile *profile, ClaystoneBytes *json);
+
+// Gives a handle on a profile back; null is none.
+void claystone_profile_release(ClaystoneProfile *profile);
 
 // Makes a generator of this seed. To have an operation draw from it, give it as an argument of the call.
 ClaystoneStatus claystone_generator_new(uint64_t seed, ClaystoneGenerator **generator);

@@ -2,7 +2,7 @@
 //! bindings of other languages include.
 //!
 //! A file a subject: [`device`] and [`stream`], [`storage`] and [`tensor`], [`call`] for operations by name and their gradients,
-//! [`multi`] for many tensors at once, [`memory`] for statistics and snapshots, [`random`] for generators. [`status`] has what every function shares: statuses, the
+//! [`multi`] for many tensors at once, [`profiler`] for what ran when, [`memory`] for statistics and snapshots, [`random`] for generators. [`status`] has what every function shares: statuses, the
 //! last error of a thread, and the guard that keeps panics on this side.
 //!
 //! # Safety
@@ -28,6 +28,7 @@ pub mod device;
 pub mod memory;
 pub mod multi;
 mod pointers;
+pub mod profiler;
 pub mod random;
 pub mod status;
 pub mod storage;
