@@ -72,6 +72,11 @@ def get_device_name(device=None):
     return _C.device_name(_index(device))
 
 
+def is_opencl(device=None):
+    """Whether a device is OpenCL's; where there is none, claystone's CPU stands in."""
+    return _C.is_opencl(_index(device))
+
+
 def synchronize(device=None):
     """Waits until everything submitted to the device is done; raises what kernels found wrong meanwhile."""
     _C.synchronize(_index(device))

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <bit>
 #include <map>
 #include <mutex>
@@ -85,7 +86,12 @@ Addresses& addresses() {
 // What a data pointer stands for.
 struct Block {
     Block(int device, size_t nbytes) : device(device), nbytes(nbytes), address(addresses().take(nbytes, this)) {}
-    ~Block() { addresses().give(address, nbytes); }
+    ~Block() {
+        if (held) {
+            report(-int64_t(nbytes));
+        }
+        addresses().give(address, nbytes);
+    }
 
     StorageHandle storage() {
         std::lock_guard lock(mutex);
@@ -98,6 +104,7 @@ struct Block {
             check(claystone_storage_new(device, rounded, &made));
             held = StorageHandle(made, ReleaseStorage());
             stream = recorded = now.id();
+            report(nbytes);
         }
         return held;
     }
@@ -106,6 +113,9 @@ struct Block {
     void replace(StorageHandle storage) {
         std::lock_guard lock(mutex);
         held.swap(storage); // the old one is released after the lock
+        if (!storage) {
+            report(nbytes);
+        }
         stream = recorded = current_stream(index()).id();
     }
 
@@ -124,6 +134,13 @@ struct Block {
     void* const address;
 
 private:
+    // Tells PyTorch's profiler what is taken and given back, in the bytes of its tensors.
+    void report(int64_t bytes) const {
+        static std::atomic<int64_t> total = 0;
+        const int64_t now = total += bytes;
+        c10::reportMemoryUsageToProfiler(address, bytes, now, now, c10::Device(c10::DeviceType::PrivateUse1, index()));
+    }
+
     // Memory is taken when it is first used, on the stream of that time: so whoever uses it on another is recorded, asked or not.
     void record_locked(const c10::Stream& user) {
         if (user.id() != stream && user.id() != recorded) {

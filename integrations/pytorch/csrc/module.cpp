@@ -29,6 +29,7 @@ PYBIND11_MODULE(_C, module) {
 
     module.def("is_forked", &is_forked);
     module.def("device_count", [] { return int(device_count()); });
+    module.def("is_opencl", [](int index) { return claystone_device(index) != CLAYSTONE_CPU; });
     module.def("device_name", [](int index) {
         ClaystoneBytes name;
         check(claystone_device_name(claystone_device(index), &name));

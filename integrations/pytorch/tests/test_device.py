@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import tempfile
 import unittest
 import warnings
 
@@ -116,6 +115,76 @@ class Programs(unittest.TestCase):
         file.seek(0)
         self.assertTrue(torch.equal(torch.load(file, map_location=DEVICE), x))
 
+    def test_map_location(self):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
+        model[1].weight = model[0].weight = torch.nn.Parameter(torch.ones(2, 3, device=DEVICE)) # one that two layers share
+        last = f"claystone:{torch.claystone.device_count() - 1}"
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        for wanted in (last, torch.device(last), lambda storage, location: storage.claystone(torch.device(last).index), {"claystone:0": last, "cpu": last}):
+            file.seek(0)
+            loaded = torch.load(file, map_location=wanted, weights_only=not callable(wanted))
+            self.assertEqual({str(tensor.device) for tensor in loaded.values()}, {last})
+            self.assertEqual(loaded["0.weight"].untyped_storage().data_ptr(), loaded["1.weight"].untyped_storage().data_ptr())
+            self.assertEqual(loaded["0.weight"].sum().item(), 6)
+        file.seek(0)
+        self.assertEqual({str(tensor.device) for tensor in torch.load(file).values()}, {"cpu", "claystone:0"})
+
+    def test_training_goes_on_where_it_was_saved(self):
+        def step(model, optimizer):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3, device=DEVICE)).square().sum().backward()
+            optimizer.step()
+
+        model = torch.nn.Linear(3, 2).to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step(model, optimizer)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, map_location="cpu")
+        twin = torch.nn.Linear(3, 2).to(DEVICE)
+        twin.load_state_dict(saved["model"])
+        others = torch.optim.AdamW(twin.parameters(), lr=0.1)
+        others.load_state_dict(saved["optimizer"])
+        self.assertEqual(others.state[twin.weight]["exp_avg"].device.type, DEVICE)
+        step(model, optimizer)
+        step(twin, others)
+        self.assertTrue(torch.equal(model.weight, twin.weight))
+
+    def test_copies_of_graphs_of_objects(self):
+        x = torch.arange(6.0, device=DEVICE).view(2, 3)
+        kept = {"x": x, "row": x[1], "parameter": torch.nn.Parameter(x.t())}
+        for twin in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
+            self.assertTrue(torch.equal(twin["row"], x[1]))
+            self.assertTrue(isinstance(twin["parameter"], torch.nn.Parameter) and twin["parameter"].requires_grad)
+            self.assertEqual((twin["parameter"].stride(), twin["x"].device), ((1, 3), x.device))
+        twin = copy.deepcopy(kept)
+        twin["x"][1, 0] = 50 # the row is still a view of it
+        self.assertEqual((twin["row"][0].item(), x[1, 0].item()), (50, 3))
+        self.assertTrue(torch.equal(copy.copy(x), x))
+
+    def test_several_devices(self):
+        if torch.claystone.device_count() < 2:
+            self.skipTest("there is one device")
+        with torch.claystone.device(1):
+            self.assertEqual(torch.claystone.current_device(), 1)
+            x = torch.ones(3, device=DEVICE)
+            self.assertGreater(torch.claystone.memory_allocated(), 0)
+        self.assertEqual((torch.claystone.current_device(), x.device.index), (0, 1))
+        model = torch.nn.Linear(3, 2).to("claystone:1")
+        loss = model(x).sum()
+        loss.backward()
+        self.assertEqual((loss.device.index, model.weight.grad.device.index), (1, 1))
+        across = (x.to("claystone:0").requires_grad_() * 2).to("claystone:1") + x
+        across.sum().backward()
+        self.assertEqual(across.tolist(), [3] * 3)
+        optimizer = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.ones(2, device="claystone:0"))], fused=True)
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+
     def test_data_loader(self):
         data = TensorDataset(torch.arange(10.0), torch.arange(10))
         total = 0
@@ -165,48 +234,6 @@ class Programs(unittest.TestCase):
             self.assertEqual(((x + 1).device.index, (x + 1).tolist()), (1, [1, 2, 3]))
         with self.assertRaises(RuntimeError):
             torch.empty(1, device="claystone:99")
-
-
-class Memory(unittest.TestCase):
-    def test_statistics(self):
-        torch.claystone.synchronize()
-        before = torch.claystone.memory_allocated()
-        x = torch.zeros(1 << 20, device=DEVICE)
-        self.assertGreaterEqual(torch.claystone.memory_allocated() - before, 4 << 20)
-        self.assertGreaterEqual(torch.claystone.max_memory_allocated(), torch.claystone.memory_allocated())
-        del x
-        self.assertEqual(torch.claystone.memory_allocated(), before)
-        torch.claystone.empty_cache()
-        free, total = torch.claystone.mem_get_info()
-        self.assertTrue(0 < free <= total)
-
-    def test_snapshot(self):
-        x = torch.zeros(1000, device=DEVICE)
-        segments = torch.claystone.memory_snapshot()
-        self.assertTrue(any(block["state"] == "active_allocated" for segment in segments for block in segment["blocks"]))
-        with tempfile.NamedTemporaryFile() as file:
-            torch.claystone._dump_snapshot(file.name)
-            self.assertIn("segments", pickle.load(open(file.name, "rb")))
-        del x
-
-    def test_out_of_memory(self):
-        total = torch.claystone.mem_get_info()[1]
-        with self.assertRaises(torch.OutOfMemoryError):
-            torch.zeros(64 * total, dtype=torch.uint8, device=DEVICE)
-
-    def test_steps_are_flat(self):
-        model = torch.nn.Linear(8, 8).to(DEVICE)
-        step = torch.optim.SGD(model.parameters(), lr=1e-3)
-        x = torch.randn(4, 8, device=DEVICE)
-        seen = []
-        for i in range(1000):
-            step.zero_grad()
-            model(x).square().mean().backward()
-            step.step()
-            if i in (10, 999):
-                torch.claystone.synchronize()
-                seen.append(torch.claystone.memory_allocated())
-        self.assertEqual(seen[0], seen[1])
 
 
 if __name__ == "__main__":

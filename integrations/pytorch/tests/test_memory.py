@@ -1,0 +1,122 @@
+"""Memory: statistics, snapshots in PyTorch's own reader, steps that leave it flat; errors of the device."""
+
+import pickle
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+from torch.cuda import _memory_viz as viewer
+from torch.profiler import ProfilerActivity, profile
+
+import claystone_torch
+
+DEVICE = "claystone"
+
+
+class Program:
+    """A training step."""
+
+    def __init__(self):
+        self.model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(DEVICE)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.x = torch.randn(16, 32, device=DEVICE)
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.model(self.x).square().mean().backward()
+        self.optimizer.step()
+
+
+def resident():
+    """Bytes of this process in the machine's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+class Memory(unittest.TestCase):
+    def test_statistics(self):
+        torch.claystone.synchronize()
+        before = torch.claystone.memory_allocated()
+        x = torch.zeros(1 << 20, device=DEVICE)
+        self.assertGreaterEqual(torch.claystone.memory_allocated() - before, 4 << 20)
+        self.assertGreaterEqual(torch.claystone.max_memory_allocated(), torch.claystone.memory_allocated())
+        del x
+        self.assertEqual(torch.claystone.memory_allocated(), before)
+        torch.claystone.empty_cache()
+        free, total = torch.claystone.mem_get_info()
+        self.assertTrue(0 < free <= total)
+
+    def test_out_of_memory(self):
+        total = torch.claystone.mem_get_info()[1]
+        with self.assertRaises(torch.OutOfMemoryError):
+            torch.zeros(64 * total, dtype=torch.uint8, device=DEVICE)
+
+    def test_steps_are_flat(self):
+        program = Program()
+        seen = []
+        for i in range(1, 1001):
+            program.step()
+            if i in (200, 1000):
+                torch.claystone.synchronize()
+                seen.append((torch.claystone.memory_allocated(), torch.claystone.memory_reserved(), resident()))
+        self.assertEqual(seen[0][0], seen[1][0])
+        # The thread of backward and this one allocate, and where they do so at once for the first time, a small segment comes.
+        self.assertLess(seen[1][1] - seen[0][1], 1 << 16)
+        # Not a byte a step is left, and some pages of Python's and the driver's may come.
+        self.assertLess(seen[1][2] - seen[0][2], 1 << 20)
+
+    def test_snapshots_are_read_by_pytorch(self):
+        torch.claystone._record_memory_history()
+        program = Program()
+        for _ in range(3):
+            program.step()
+        segments = torch.claystone.memory_snapshot()
+        self.assertTrue(any(block["state"] == "active_allocated" for segment in segments for block in segment["blocks"]))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "snapshot.pickle"
+            torch.claystone._dump_snapshot(path)
+            snapshot = pickle.loads(path.read_bytes())
+        torch.claystone._record_memory_history(None)
+        self.assertIn("total_allocated", viewer.segsum(snapshot)) # asserts that every segment's bytes add up
+        self.assertIn("entries", viewer.trace(snapshot))
+        self.assertIn("<script", viewer.trace_plot(snapshot))
+        self.assertIn("<script", viewer.segment_plot(snapshot))
+
+    def test_profiles_of_memory(self):
+        program = Program()
+        program.step()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.PrivateUse1], profile_memory=True,
+                     record_shapes=True, with_stack=True) as found:
+            program.step()
+            kept = torch.zeros(1 << 18, device=DEVICE)
+        averages = {average.key: average for average in found.key_averages()}
+        self.assertGreater(averages["aten::addmm"].device_memory_usage, 0)
+        self.assertEqual(averages["aten::zeros"].device_memory_usage, 4 << 18)
+        self.assertIn("<script", viewer.profile_plot(found))
+        del kept
+
+
+class Errors(unittest.TestCase):
+    def test_errors_of_the_device_name_the_operator(self):
+        x, i = torch.arange(5.0, device=DEVICE), torch.tensor([1, 7], device=DEVICE)
+        for name, operator in {"index_select": lambda: torch.index_select(x, 0, i), "gather": lambda: torch.gather(x, 0, i),
+                               "embedding": lambda: torch.nn.functional.embedding(i, x.view(5, 1))}.items():
+            with self.assertRaises((IndexError, RuntimeError)) as caught:
+                operator().cpu() # it is enqueued by the first, and found wrong by the second
+            if torch.claystone.is_opencl():
+                self.assertIn(f"{name}: index 7 is out of range", str(caught.exception))
+        # It is told once, and what comes after goes on.
+        self.assertEqual((x + 1).tolist(), [1, 2, 3, 4, 5])
+
+    def test_errors_surface_at_the_next_wait(self):
+        x, i = torch.arange(5.0, device=DEVICE), torch.tensor([9], device=DEVICE)
+        if torch.claystone.is_opencl():
+            y = torch.index_select(x, 0, i)
+            with self.assertRaisesRegex(IndexError, "index_select"):
+                torch.claystone.synchronize()
+            torch.claystone.synchronize()
+            del y
+
+
+if __name__ == "__main__":
+    unittest.main()
