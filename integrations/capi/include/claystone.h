@@ -300,6 +300,8 @@ typedef struct {
     uint64_t bytes;
     // What a launch and its command on the device have in common; 0 for other events.
     uint64_t launch;
+    // The names of `claystone_annotate` that it happened under, the outermost first, joined by slashes; as `name`.
+    const char *annotation;
 } ClaystoneProfileEvent;
 
 // What a tensor is, but for its sizes and strides.
@@ -440,6 +442,13 @@ ClaystoneStatus claystone_profile_event(const ClaystoneProfile *profile, size_t 
 
 // A profile as the trace that `claystone profile`, Perfetto and `chrome://tracing` read. The bytes are the caller's.
 ClaystoneStatus claystone_profile_trace(const ClaystoneProfile *profile, ClaystoneBytes *json);
+
+// Calls `run` with `data`, under a name: profiles, and the memory histories of devices, show when it began and ended, and what
+// the thread did meanwhile carries the name. Each name is remembered for the life of the process: use few. `run` has to return; to
+// leave it by an exception or a jump is undefined behaviour.
+ClaystoneStatus claystone_annotate(const char *name,
+                                   void (*run)(void*),
+                                   void *data);
 
 // Gives a handle on a profile back; null is none.
 void claystone_profile_release(ClaystoneProfile *profile);

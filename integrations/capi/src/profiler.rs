@@ -1,13 +1,14 @@
 //! What the process did, and when.
 
-use std::ffi::{CString, c_char};
+use std::ffi::{CString, c_char, c_void};
 use std::sync::{Mutex, PoisonError};
 
 use claystone::profiler::{Category, Event, Lane, Profile, Profiler, ProfilerOptions};
+use claystone::storage::annotate;
 
 use crate::device::{CLAYSTONE_CPU, number};
 use crate::memory::ClaystoneBytes;
-use crate::pointers::{borrow, handle, output, release};
+use crate::pointers::{borrow, handle, output, release, text};
 use crate::status::{ClaystoneStatus, Fault, guard};
 
 /// The profiler that records, if one does.
@@ -16,8 +17,8 @@ static RUNNING: Mutex<Option<Profiler>> = Mutex::new(None);
 /// A handle on what was recorded.
 pub struct ClaystoneProfile {
     profile: Profile,
-    /// The names of its events, as C strings.
-    names: Vec<CString>,
+    /// The names of its events and their annotations, as C strings.
+    names: Vec<[CString; 2]>,
 }
 
 /// What an event of a profile is about.
@@ -66,6 +67,8 @@ pub struct ClaystoneProfileEvent {
     pub bytes: u64,
     /// What a launch and its command on the device have in common; 0 for other events.
     pub launch: u64,
+    /// The names of `claystone_annotate` that it happened under, the outermost first, joined by slashes; as `name`.
+    pub annotation: *const c_char,
 }
 
 /// Begins to record what the process does. Waits for what devices have to do. One profiler at a time sees the whole process.
@@ -89,8 +92,9 @@ pub unsafe extern "C" fn claystone_profiler_stop(profile: *mut *mut ClaystonePro
         let output = unsafe { output(profile, "profile")? };
         let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner).take();
         let profile = running.ok_or_else(|| Fault::Argument("nothing is recorded".into()))?.stop();
-        let name = |event: &Event| CString::new(event.name.replace('\0', "\\0")).unwrap_or_default();
-        let names = profile.events().iter().map(name).collect();
+        let text = |text: &str| CString::new(text.replace('\0', "\\0")).unwrap_or_default();
+        let names = |event: &Event| [&event.name, &event.annotation].map(|name| text(name));
+        let names = profile.events().iter().map(names).collect();
         output.write(handle(ClaystoneProfile { profile, names }));
         Ok(())
     })
@@ -120,7 +124,8 @@ pub unsafe extern "C" fn claystone_profile_event(
     guard("claystone_profile_event", || {
         // SAFETY: a handle that lives, and a pointer that is good for writing, says the caller.
         let (profile, output) = unsafe { (borrow(profile, "profile")?, output(event, "event")?) };
-        let (Some(event), Some(name)) = (profile.profile.events().get(index), profile.names.get(index)) else {
+        let (Some(event), Some([name, annotation])) = (profile.profile.events().get(index), profile.names.get(index))
+        else {
             return Err(Fault::Argument(format!("there is no event {index}, only {}", profile.names.len())));
         };
         let (on_stream, lane) = match event.lane {
@@ -138,6 +143,7 @@ pub unsafe extern "C" fn claystone_profile_event(
             duration: nanoseconds(event.duration_us),
             bytes: event.bytes,
             launch: event.launch,
+            annotation: annotation.as_ptr(),
         });
         Ok(())
     })
@@ -169,6 +175,25 @@ pub unsafe extern "C" fn claystone_profile_trace(
         let mut bytes = Vec::new();
         profile.profile.write(&mut bytes).map_err(|e| Fault::Argument(e.to_string()))?;
         json.write(ClaystoneBytes::new(bytes));
+        Ok(())
+    })
+}
+
+/// Calls `run` with `data`, under a name: profiles, and the memory histories of devices, show when it began and ended, and what
+/// the thread did meanwhile carries the name. Each name is remembered for the life of the process: use few. `run` has to return; to
+/// leave it by an exception or a jump is undefined behaviour.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_annotate(
+    name: *const c_char,
+    run: Option<unsafe extern "C" fn(*mut c_void)>,
+    data: *mut c_void,
+) -> ClaystoneStatus {
+    guard("claystone_annotate", || {
+        let run = run.ok_or_else(|| Fault::Argument("run is null".into()))?;
+        // SAFETY: a text, says the caller.
+        let name = unsafe { text(name, "name")? };
+        // SAFETY: a function that may be called with this data, says the caller.
+        annotate(name, || unsafe { run(data) });
         Ok(())
     })
 }

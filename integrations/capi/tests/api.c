@@ -366,21 +366,24 @@ static void times(void) {
 }
 
 static void profiles(void) {
-    ClaystoneTensor *x = floats(8, 8, NULL), *y;
+    ClaystoneTensor *x = floats(8, 8, NULL);
     ClaystoneProfile *profile, *none;
     ClaystoneProfileEvent event;
     ClaystoneBytes trace;
     size_t count, found = 0;
     CHECK(claystone_profiler_stop(&none) == CLAYSTONE_STATUS_INVALID);
     OK(claystone_profiler_start());
-    CHECK(claystone_profiler_start() == CLAYSTONE_STATUS_INVALID);
-    OK(claystone_call(&(ClaystoneCall){"exp", TENSORS(x), 1, NULL, 0}, &y, 1, NULL));
+    CHECK(claystone_profiler_start() == CLAYSTONE_STATUS_INVALID && claystone_annotate("x", NULL, x) == CLAYSTONE_STATUS_INVALID);
+    OK(claystone_annotate("forward", call_exp, x));
     OK(claystone_profiler_stop(&profile));
     OK(claystone_profile_count(profile, &count));
     for (size_t i = 0; i < count; i++) {
         OK(claystone_profile_event(profile, i, &event));
         CHECK(event.start >= 0 && event.duration >= 0);
-        if (event.category == CLAYSTONE_CATEGORY_OPERATION && strcmp(event.name, "exp") == 0) found |= 1;
+        if (event.category == CLAYSTONE_CATEGORY_OPERATION && strcmp(event.name, "exp") == 0) {
+            CHECK(strcmp(event.annotation, "forward") == 0);
+            found |= 1;
+        }
         if (event.category == CLAYSTONE_CATEGORY_KERNEL && event.device == device && event.on_stream && event.launch) found |= 2;
     }
     CHECK(found == (device == CLAYSTONE_CPU ? 1 : 3));
@@ -390,7 +393,6 @@ static void profiles(void) {
     claystone_bytes_free(&trace);
     claystone_profile_release(profile);
     claystone_tensor_release(x);
-    claystone_tensor_release(y);
 }
 
 static unsigned long long number(const char *json, const char *name) {

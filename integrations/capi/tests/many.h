@@ -1,6 +1,12 @@
 /* Many tensors at once, with what api.c has for all. */
 #define LIST(...) (ClaystoneTensors){TENSORS(__VA_ARGS__), COUNT(((const ClaystoneTensor *const[]){__VA_ARGS__}))}
 
+static void call_exp(void *x) {
+    ClaystoneTensor *y;
+    OK(claystone_call(&(ClaystoneCall){"exp", TENSORS(x), 1, NULL, 0}, &y, 1, NULL));
+    claystone_tensor_release(y);
+}
+
 static void many(void) {
     const ClaystoneTensors none = {NULL, 0};
     ClaystoneTensor *x = floats(1, 2, (float[]){1, 2}), *y = floats(1, 3, (float[]){3, 4, 5}), *two = floats(1, 1, (float[]){2});

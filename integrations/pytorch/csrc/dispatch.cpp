@@ -35,6 +35,7 @@ struct Operator {
     const Row* row = nullptr;
     std::vector<size_t> arguments; // positions on the stack of the arguments of the row
     std::vector<size_t> outputs;   // positions on the stack of what is written
+    std::string name; // as PyTorch's profiler shows it
     bool in_place = false;
     bool each = false; // it is for each tensor of lists
 };
@@ -81,6 +82,7 @@ const Operator& find(const c10::OperatorHandle& handle) {
     }
     Operator made;
     const std::string key = key_of(handle.schema(), &made.arguments, &made.outputs, &made.in_place);
+    made.name = handle.schema().name();
     made.each = handle.schema().name().starts_with("aten::_foreach_");
     std::unique_lock lock(mutex);
     const auto row = rows.find(key);
@@ -312,8 +314,7 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
     }
 }
 
-void kernel(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
-    const Operator& op = find(handle);
+void compute(const Operator& op, const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
     if (op.row && op.each) {
         return run_each(op, handle, stack);
     }
@@ -328,6 +329,28 @@ void kernel(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
         }
     }
     fall_back(handle, stack, reason);
+}
+
+// What claystone records of memory and time carries the operator's name.
+void kernel(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+    const Operator& op = find(handle);
+    struct Call {
+        const Operator& op;
+        const c10::OperatorHandle& handle;
+        torch::jit::Stack* stack;
+        std::exception_ptr thrown;
+    } call{op, handle, stack, nullptr};
+    check(claystone_annotate(op.name.c_str(), [](void* data) {
+        auto& call = *static_cast<Call*>(data);
+        try {
+            compute(call.op, call.handle, call.stack);
+        } catch (...) { // which C would not let through
+            call.thrown = std::current_exception();
+        }
+    }, &call));
+    if (call.thrown) {
+        std::rethrow_exception(call.thrown);
+    }
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

@@ -77,6 +77,7 @@ class Memory(unittest.TestCase):
             torch.claystone._dump_snapshot(path)
             snapshot = pickle.loads(path.read_bytes())
         torch.claystone._record_memory_history(None)
+        self.assertIn("aten::addmm", {annotation["name"] for annotation in snapshot["external_annotations"]})
         self.assertIn("total_allocated", viewer.segsum(snapshot)) # asserts that every segment's bytes add up
         self.assertIn("entries", viewer.trace(snapshot))
         self.assertIn("<script", viewer.trace_plot(snapshot))
