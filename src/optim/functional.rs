@@ -218,6 +218,9 @@ impl Run<'_> {
     }
 }
 
+/// Tensors of one element that a launch looks at.
+const AT_ONCE: usize = 24;
+
 /// Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 where one of them is infinite or NaN; both are of one
 /// element (PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`).
 ///
@@ -241,10 +244,13 @@ pub fn unscale_(gradients: &[&Tensor], found_inf: &Tensor, inv_scale: &Tensor) -
         let dtype = if wide { DType::F64 } else { DType::F32 };
         let some = gradients.iter().filter(|g| g.numel() > 0);
         let greatest = some.map(|g| g.vector_norm(f64::INFINITY, (), false)?.to_dtype(dtype));
-        let greatest = greatest.collect::<Result<Vec<_>>>()?;
-        if !greatest.is_empty() {
-            let finite = Tensor::stack(&greatest, 0)?.isfinite()?.all((), false)?;
-            Tensor::map_into(&[found_inf, &finite], &[], &[found_inf], |x, _| vec![x[1].select(&x[0], 1.0)])?;
+        // A formula over many of them is one launch; to stack them would be a copy each.
+        for some in greatest.collect::<Result<Vec<_>>>()?.chunks(AT_ONCE) {
+            let inputs: Vec<&Tensor> = std::iter::once(found_inf).chain(some).collect();
+            Tensor::map_into(&inputs, &[], &[found_inf], |x, _| {
+                let finite = x[1..].iter().map(Expr::is_finite).reduce(|a, b| a * b).expect("chunks are not empty");
+                vec![finite.select(&x[0], 1.0)]
+            })?;
         }
         foreach_into("mul", &[gradients, &[&inv_scale.reshape(())?]], &[], gradients)
     })
