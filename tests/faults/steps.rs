@@ -114,6 +114,7 @@ pub const STEPS: &[Step] = &[
     step("pinned", PLAIN, pinned),
     step("streams", PLAIN, streams),
     step("events", PLAIN, events),
+    step("times", PLAIN, times),
     step("record_stream", PLAIN, record_stream),
     step("backward", PLAIN, backward),
     step("accumulation", PLAIN, updates::accumulation),
@@ -334,6 +335,20 @@ fn events(run: &mut Run) -> Result<Values> {
     done.synchronize()?;
     if !done.is_done()? {
         return Err(wrong("an event that was waited for is not done".into()));
+    }
+    stream.synchronize()?;
+    Ok(vec![y.to_vec()?])
+}
+
+/// Events that know when they were done, on a queue of their own.
+fn times(run: &mut Run) -> Result<Values> {
+    let (stream, x) = (Stream::new(run.device)?, run.ramp(1000)?);
+    stream.wait_stream(&Stream::current(run.device)?)?;
+    let start = stream.record_timed_event()?;
+    let y = with_stream(&stream, || x.add_scalar(1)?.exp())?;
+    let end = stream.record_timed_event()?;
+    if start.elapsed_time(&end)? < 0.0 {
+        return Err(wrong("time ran backwards".into()));
     }
     stream.synchronize()?;
     Ok(vec![y.to_vec()?])

@@ -307,6 +307,7 @@ static int wait_for_events(unsigned n, void *const *list) {
 STATUS(clWaitForEvents, (unsigned n, void *const *list), (n, list), )
 __attribute__((constructor(103))) static void make_lenient(void) { real_clWaitForEvents = wait_for_events; }
 INFO(clGetEventInfo, event)
+INFO(clGetEventProfilingInfo, event)
 CREATE(clCreateUserEvent, (void *context, int *status), (context, status), count(&events->calls))
 STATUS(clSetUserEventStatus, (void *event, int status), (event, status), )
 STATUS(clSetEventCallback, (void *event, int type, callback notify, void *user), (event, type, notify, user), )
