@@ -1,5 +1,6 @@
 //! Joining, padding, repeating and assigning against index arithmetic.
 
+use claystone::device::count_launches;
 use claystone::{DType, Device, Error, Result, Tensor};
 use ndarray::{ArrayD, Axis, arr1};
 
@@ -244,4 +245,18 @@ fn what_does_not_go_together_is_refused() {
     shape(Tensor::vstack(&[&x, &iota(&[2], Device::Cpu)]));
     shape(x.select_scatter(&iota(&[2], Device::Cpu), 0, 0));
     shape(x.slice_assign(0, &iota(&[2], Device::Cpu)));
+}
+
+#[test]
+fn many_numbers_are_joined_in_few_launches() {
+    each_device(|device| {
+        let x = iota(&[70], device).requires_grad_(true).unwrap();
+        let numbers: Vec<Tensor> = (0..70).map(|i| x.select(0, 69 - i).unwrap()).collect();
+        let (joined, launches) = count_launches(|| Tensor::stack(&numbers, 0).unwrap());
+        let want: Vec<f32> = vec(&x).into_iter().rev().collect();
+        assert_eq!(vec(&joined), want, "{device}");
+        assert!(launches <= 4, "{launches} launches on {device}");
+        joined.mul(&joined).unwrap().sum((), false).unwrap().backward().unwrap();
+        assert_eq!(vec(&x.grad().unwrap()), vec(&x).into_iter().map(|v| 2.0 * v).collect::<Vec<_>>());
+    });
 }

@@ -9,6 +9,7 @@ pub(crate) mod gemm_thin;
 pub(crate) mod geometry;
 pub(crate) mod image;
 pub(crate) mod interpolate;
+pub(crate) mod join;
 pub(crate) mod kernels;
 pub(crate) mod launch_cache;
 pub(crate) mod launch_plan;
@@ -49,6 +50,7 @@ impl Backend for OpenCl {
     methods! {
         map(formulas: &Formulas) -> Result<()> = map::run(formulas);
         sequence(values: Sequence, out: &Tensor) -> Result<bool> = sequence::run(values, out);
+        join(out: &Tensor, tensors: &[&Tensor], _d: usize) -> Result<bool> = join::join(out, tensors);
         gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = gemm::run(product, shape, outs);
         reduce(reduction: &Reduction) -> Result<()> = reduce::run(reduction);
         scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =

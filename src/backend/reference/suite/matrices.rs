@@ -151,6 +151,17 @@ pub(super) fn join(suite: &mut Suite) -> Result<()> {
                 })?;
             }
         }
+        // Numbers, of which OpenCL writes many at once.
+        for (count, view) in [(4, VIEWS[0]), (24, VIEWS[1]), (61, VIEWS[1])] {
+            let all = suite.tensor(view, &[count], dtype, specials)?;
+            suite.compare(format!("{count} numbers, {view:?}"), dtype, 0, |side| {
+                let all = side.put(&all)?;
+                let parts = (0..count).map(|i| all.narrow(0, i, 1)).collect::<Result<Vec<_>>>()?;
+                let out = side.room(vec![count], dtype)?;
+                let done = side.backend.join(&out, &parts.iter().collect::<Vec<_>>(), 0)?;
+                Ok(done.then_some(vec![out]))
+            })?;
+        }
     }
     Ok(())
 }
