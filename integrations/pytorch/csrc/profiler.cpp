@@ -20,10 +20,6 @@ namespace {
 using libkineto::ActivityType;
 using Clock = std::chrono::steady_clock;
 
-int64_t nanoseconds(Clock::duration duration) {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
-}
-
 // The operators of PyTorch while a profile is recorded: when each ran on the host.
 class Operators {
 public:
