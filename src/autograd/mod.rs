@@ -48,6 +48,7 @@ pub(crate) use history::Group;
 pub use hooks::HookHandle;
 pub(crate) use in_place::{InPlace, check_unrecorded, in_place};
 pub use modes::{detect_anomaly, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled};
+pub(crate) use modes::{gradients_only, is_gradients_only};
 pub(crate) use node::{Factor, Node};
 pub(crate) use record::{Saved, is_tracked, record, record_twice, record_unary_twice, record_view, record_with_factor};
 

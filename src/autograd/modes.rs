@@ -6,6 +6,7 @@ thread_local! {
     static GRAD_ENABLED: Cell<bool> = const { Cell::new(true) };
     static ANOMALY: Cell<bool> = const { Cell::new(false) };
     static DEPENDENCIES_ONLY: Cell<bool> = const { Cell::new(false) };
+    static GRADIENTS_ONLY: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Whether this thread records operations on tracked tensors.
@@ -73,6 +74,16 @@ pub(super) fn dependencies_only<R>(f: impl FnOnce() -> R) -> R {
 /// Whether nodes are recorded without closures.
 pub(super) fn is_dependencies_only() -> bool {
     DEPENDENCIES_ONLY.get()
+}
+
+/// Runs `f`, which calls one operation for its gradients: where these do not depend on the result, it is not computed.
+pub(crate) fn gradients_only<R>(f: impl FnOnce() -> R) -> R {
+    with_flag(&GRADIENTS_ONLY, true, f)
+}
+
+/// Whether results that gradients do not depend on may be of any elements.
+pub(crate) fn is_gradients_only() -> bool {
+    GRADIENTS_ONLY.get()
 }
 
 /// Runs `f` with a flag of this thread set, and puts it back however `f` ends.

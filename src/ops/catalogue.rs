@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use smallvec::SmallVec;
 
-use crate::autograd::check_unrecorded;
+use crate::autograd::{GradOptions, check_unrecorded, enable_grad, grad_with_options, gradients_only};
 use crate::error::Excerpt;
 use crate::expr::table::{Accepts, Output, ROWS, Row};
 use crate::ops::dispatch::arguments::{Argument, ParameterKind};
@@ -18,6 +18,7 @@ use crate::ops::dispatch::checks::{invalid, mismatch};
 use crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::parameters::{Parameter, Signature, Slots, Value};
 use crate::ops::dispatch::registry::{self, Backend, Implementation, Registration};
+use crate::ops::elementwise::derivative_of_result;
 use crate::ops::{elementwise, index, linalg, nn, random, reduce, shape, sort};
 use crate::storage::Caller;
 use crate::{Error, Result, Tensor, can_cast, no_grad};
@@ -47,6 +48,8 @@ const FAMILIES: &[fn() -> Vec<Operation>] = &[
     nn::conv::options::operations,
     nn::pool::operations,
     nn::norm::methods::operations,
+    nn::norm::native::operations,
+    nn::recurrent::operations,
     nn::interpolate::operations,
     nn::loss::operations,
 ];
@@ -268,6 +271,75 @@ pub fn call_named(name: &str, tensors: &[&Tensor], named: &[(&str, Value)]) -> R
             invalid!("call_named" if !named.is_empty(), "{} is no built-in operation, its parameters have no names", Excerpt(name));
             call(name, tensors, &[])
         }
+    }
+}
+
+/// Convolutions, whose gradients are made of what they are given.
+const CONVOLUTIONS: [&str; 6] =
+    ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"];
+
+/// The gradients of [`call`], from those of its first results: for each tensor, of which those are computed that are `wanted`. The
+/// operation runs once more for that, unless it is elementwise or a convolution, whose gradients do not depend on the result. No
+/// gradient shares a storage with what is given. An operation that draws random numbers draws them again.
+///
+/// ```
+/// use claystone::{Device, Tensor, ops};
+/// let x = Tensor::full(2, 3.0, Device::Cpu)?;
+/// let grad = Tensor::ones(2, Device::Cpu)?;
+/// let found = ops::gradients("mul", &[Some(&x), Some(&x)], &[], &[Some(&grad)], &[true, false])?;
+/// assert_eq!(found[0].as_ref().unwrap().to_vec::<f32>()?, [3.0, 3.0]);
+/// assert!(found[1].is_none());
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of [`call`] and of [`grad`](crate::autograd::grad); [`Error::Invalid`](crate::Error::Invalid) for more gradients than results.
+pub fn gradients(
+    name: &str,
+    tensors: &[Option<&Tensor>],
+    arguments: &[Argument],
+    grad_outputs: &[Option<&Tensor>],
+    wanted: &[bool],
+) -> Result<Vec<Option<Tensor>>> {
+    let is_wanted = |i: usize| wanted.get(i).copied().unwrap_or(false);
+    let leaf = |(i, tensor): (usize, &Option<&Tensor>)| {
+        tensor.map(|tensor| tensor.detach().requires_grad_(is_wanted(i))).transpose()
+    };
+    let leaves = tensors.iter().enumerate().map(leaf).collect::<Result<Vec<Option<Tensor>>>>()?;
+    let inputs: Vec<Option<&Tensor>> = leaves.iter().map(Option::as_ref).collect();
+    let run = || enable_grad(|| call(name, &inputs, arguments));
+    let results = if is_of_operands(name, &inputs) { gradients_only(run) } else { run() }?;
+    invalid!("gradients" if grad_outputs.len() > results.len(),
+        "{} gradients for the {} results of {name}", grad_outputs.len(), results.len());
+    // What depends on nothing that is wanted passes nothing back.
+    let pairs = results.iter().zip(grad_outputs).filter(|(result, _)| result.requires_grad());
+    let (outputs, grad_outputs): (Vec<&Tensor>, Vec<&Tensor>) =
+        pairs.filter_map(|(result, gradient)| gradient.map(|gradient| (result, gradient))).unzip();
+    let mut gradients: Vec<Option<Tensor>> = wanted.iter().map(|_| None).collect();
+    if outputs.is_empty() {
+        return Ok(gradients);
+    }
+    let tracked = |t: &&Tensor| t.requires_grad();
+    let sources: Vec<&Tensor> = inputs.iter().copied().flatten().filter(tracked).collect();
+    let options = GradOptions { grad_outputs: &grad_outputs, allow_unused: true, ..Default::default() };
+    let mut found = grad_with_options(&outputs, &sources, options)?.into_iter();
+    for (i, _) in inputs.iter().enumerate().filter(|(_, t)| t.as_ref().is_some_and(tracked)) {
+        let Some(gradient) = found.next().flatten() else { continue };
+        let given = grad_outputs.iter().chain(&sources).any(|t| t.shares_storage(&gradient));
+        gradients[i] = Some(if given { gradient.empty_like()?.copy_(&gradient)?.shallow_clone() } else { gradient });
+    }
+    Ok(gradients)
+}
+
+/// Whether the gradients of an operation are those of a formula of its operands, which are taken as they are.
+fn is_of_operands(name: &str, tensors: &[Option<&Tensor>]) -> bool {
+    let Some(operation) = find(name) else { return false };
+    let mut dtypes = tensors.iter().flatten().map(|t| t.dtype());
+    let first = dtypes.next();
+    let alike = dtypes.all(|dtype| Some(dtype) == first);
+    match operation.call {
+        Call::Row(row) => alike && derivative_of_result(row).is_none(),
+        _ => alike && CONVOLUTIONS.contains(&name),
     }
 }
 

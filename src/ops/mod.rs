@@ -46,7 +46,7 @@ pub use crate::ops::nn::padding::Padding;
 pub use crate::ops::nn::pool::{AvgPoolOptions, MaxPoolOptions};
 pub use crate::ops::nn::window::{fold, unfold};
 pub use crate::ops::shape::pad::PadMode;
-pub use catalogue::{call, call_into, call_named, operations, operations_markdown, register, signature};
+pub use catalogue::{call, call_into, call_named, gradients, operations, operations_markdown, register, signature};
 pub(crate) use elementwise::formula;
 pub use random::{Generator, manual_seed, with_generator};
 pub use reduce::table::{REDUCTIONS, ReductionRow};

@@ -29,6 +29,16 @@ fn attention(
     causal: bool,
     scale: Option<f64>,
 ) -> ArrayD<f64> {
+    reference(&weights(q, k, mask, causal, scale), v)
+}
+
+fn weights(
+    q: &ArrayD<f64>,
+    k: &ArrayD<f64>,
+    mask: Option<(&ArrayD<f64>, Mask)>,
+    causal: bool,
+    scale: Option<f64>,
+) -> ArrayD<f64> {
     let scale = scale.unwrap_or(1.0 / (q.shape()[q.ndim() - 1] as f64).sqrt());
     let mut scores = reference(q, &transposed(k)) * scale;
     let rank = scores.ndim();
@@ -49,7 +59,7 @@ fn attention(
         let sum = row.sum();
         row.mapv_inplace(|s| if sum == 0.0 { 0.0 } else { s / sum });
     }
-    reference(&scores, v)
+    scores
 }
 
 /// Heads repeated for groups of queries.
@@ -103,6 +113,13 @@ pub fn cases() -> Vec<Case> {
                 (whole(q, k, v).arg(0.0).arg(causal)).gives(move |x| vec![attention([&x[0], &x[1], &x[2]], None, causal, None)]),
             );
         }
+    }
+    for (shape, causal) in [(&[2, 3, 5, 4][..], false), (&[2, 3, 5, 4], true), (&[0, 5, 4], false)] {
+        let made = case("scaled_dot_product_attention_math").input(shape).input(shape).input(shape).tolerance(4.0);
+        cases.push(made.arg(0.0).arg(causal).gives(move |x| {
+            let weights = weights(&x[0], &x[1], None, causal, None);
+            vec![reference(&weights, &x[2]), weights]
+        }));
     }
     for mask in [&[3, 5][..], &[2, 1, 5], &[1], &[2, 2, 3, 5]] {
         for (kind, causal) in [(Mask::Keep, false), (Mask::Keep, true), (Mask::Add, false), (Mask::Add, true)] {

@@ -316,6 +316,8 @@ typedef struct {
     size_t numel;
     // Elements of the storage before the first one.
     size_t offset;
+    // The size of the storage in bytes, as asked for.
+    size_t storage_nbytes;
 } ClaystoneTensorInfo;
 
 #ifdef __cplusplus
@@ -338,7 +340,8 @@ ClaystoneStatus claystone_call_out(const ClaystoneCall *call,
                                    const ClaystoneTensor *const *out,
                                    size_t out_count);
 
-// The gradients of an operation: runs it once more, recorded, and goes back from the gradients of its results.
+// The gradients of an operation: runs it once more, recorded, and goes back from the gradients of its results. Of elementwise operations
+// and convolutions the results are not computed for that.
 //
 // `grad_outputs` has one gradient for each of the first results, of its shape, dtype and device; null for one that has none. `wanted` has
 // a flag for each tensor parameter of the operation, in the order of its signature (for each tensor of a list at its end): not 0
@@ -595,6 +598,11 @@ ClaystoneStatus claystone_tensor_info(const ClaystoneTensor *tensor,
                                       ClaystoneTensorInfo *info,
                                       int64_t *sizes,
                                       int64_t *strides);
+
+// Whether two tensors are on the same storage.
+ClaystoneStatus claystone_tensor_shares_storage(const ClaystoneTensor *tensor,
+                                                const ClaystoneTensor *other,
+                                                bool *shares);
 
 // A handle on the storage of a tensor, which is the caller's.
 ClaystoneStatus claystone_tensor_storage(const ClaystoneTensor *tensor, ClaystoneStorage **storage);

@@ -3,9 +3,8 @@
 use std::ffi::c_char;
 use std::mem::MaybeUninit;
 
-use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::ops::{self, Argument, Value};
-use claystone::{Generator, Tensor, enable_grad, with_generator};
+use claystone::{Generator, Tensor, with_generator};
 
 use crate::device::device;
 use crate::memory::ClaystoneBytes;
@@ -284,7 +283,8 @@ pub unsafe extern "C" fn claystone_call_out(
     })
 }
 
-/// The gradients of an operation: runs it once more, recorded, and goes back from the gradients of its results.
+/// The gradients of an operation: runs it once more, recorded, and goes back from the gradients of its results. Of elementwise operations
+/// and convolutions the results are not computed for that.
 ///
 /// `grad_outputs` has one gradient for each of the first results, of its shape, dtype and device; null for one that has none. `wanted` has
 /// a flag for each tensor parameter of the operation, in the order of its signature (for each tensor of a list at its end): not 0
@@ -307,44 +307,14 @@ pub unsafe extern "C" fn claystone_call_backward(
             let grad_outputs: Vec<Option<&Tensor>> = handles.iter().map(|&t| t.as_ref().map(|t| &t.0)).collect();
             (grad_outputs, array(wanted, tensor_count, "wanted")?, outputs(gradients, tensor_count, "gradients")?)
         };
+        let wanted: Vec<bool> = wanted.iter().map(|&flag| flag != 0).collect();
+        let run = |call: Call| {
+            Ok(call.drawing(|| ops::gradients(call.name, &call.tensors, &call.arguments, &grad_outputs, &wanted))?)
+        };
         // SAFETY: what the call points to is good, says the caller.
-        let made = unsafe { with_call(call, |call| backward(&call, &grad_outputs, wanted))? };
-        give(made, outputs);
+        give(unsafe { with_call(call, run)? }, outputs);
         Ok(())
     })
-}
-
-/// The gradients of a call for its tensors, or for those that are wanted.
-fn backward(call: &Call, grad_outputs: &[Option<&Tensor>], wanted: &[u8]) -> Result<Vec<Option<Tensor>>, Fault> {
-    let is_wanted = |i: usize| wanted.get(i).is_some_and(|&flag| flag != 0);
-    let leaf = |(i, tensor): (usize, &Option<&Tensor>)| {
-        tensor.map(|tensor| tensor.detach().requires_grad_(is_wanted(i))).transpose()
-    };
-    let leaves = call.tensors.iter().enumerate().map(leaf).collect::<Result<Vec<Option<Tensor>>, _>>()?;
-    let inputs: Vec<Option<&Tensor>> = leaves.iter().map(Option::as_ref).collect();
-    let results = call.drawing(|| enable_grad(|| ops::call(call.name, &inputs, &call.arguments)))?;
-    if grad_outputs.len() > results.len() {
-        let (given, there) = (grad_outputs.len(), results.len());
-        return Err(Fault::Argument(format!("{given} gradients for the {there} results of {}", call.name)));
-    }
-    // What depends on nothing that is wanted passes nothing back.
-    let pairs = results.iter().zip(grad_outputs).filter(|(result, _)| result.requires_grad());
-    let (outputs, grad_outputs): (Vec<&Tensor>, Vec<&Tensor>) =
-        pairs.filter_map(|(result, gradient)| gradient.map(|gradient| (result, gradient))).unzip();
-    let mut gradients: Vec<Option<Tensor>> = wanted.iter().map(|_| None).collect();
-    if outputs.is_empty() {
-        return Ok(gradients);
-    }
-    let tracked = |t: &&Tensor| t.requires_grad();
-    let sources: Vec<&Tensor> = inputs.iter().copied().flatten().filter(tracked).collect();
-    let options = GradOptions { grad_outputs: &grad_outputs, allow_unused: true, ..Default::default() };
-    let mut found = grad_with_options(&outputs, &sources, options)?.into_iter();
-    for (i, _) in inputs.iter().enumerate().filter(|(_, t)| t.as_ref().is_some_and(tracked)) {
-        let Some(gradient) = found.next().flatten() else { continue };
-        let given = grad_outputs.iter().chain(&sources).any(|t| t.shares_storage(&gradient));
-        gradients[i] = Some(if given { gradient.empty_like()?.copy_(&gradient)?.shallow_clone() } else { gradient });
-    }
-    Ok(gradients)
 }
 
 /// The signatures of all operations, one a line, as `docs/operations.md` explains them: what `claystone_call` can be given. The text

@@ -69,6 +69,8 @@ pub struct ClaystoneTensorInfo {
     pub numel: usize,
     /// Elements of the storage before the first one.
     pub offset: usize,
+    /// The size of the storage in bytes, as asked for.
+    pub storage_nbytes: usize,
 }
 
 /// Makes a tensor over a storage: `rank` sizes, as many strides, and an offset, all in elements. Strides may be zero or negative, as
@@ -129,7 +131,8 @@ pub unsafe extern "C" fn claystone_tensor_info(
         let (dtype, _) = dtype.ok_or_else(|| Fault::Argument(format!("{} has no ClaystoneDtype", tensor.dtype())))?;
         let (rank, numel, offset) = (tensor.rank(), tensor.numel(), tensor.offset());
         let device = number(tensor.device());
-        info.map(|output| output.write(ClaystoneTensorInfo { device, dtype: *dtype as i32, rank, numel, offset }));
+        let (dtype, storage_nbytes) = (*dtype as i32, tensor.storage().nbytes());
+        info.map(|output| output.write(ClaystoneTensorInfo { device, dtype, rank, numel, offset, storage_nbytes }));
         if rank > capacity && (sizes.is_some() || strides.is_some()) {
             return Err(Fault::Argument(format!("the tensor has {rank} dimensions, and there is room for {capacity}")));
         }
@@ -137,6 +140,22 @@ pub unsafe extern "C" fn claystone_tensor_info(
         let all_strides = tensor.strides().iter().map(|&n| n as i64);
         sizes.into_iter().flatten().zip(all_sizes).for_each(|(output, n)| _ = output.write(n));
         strides.into_iter().flatten().zip(all_strides).for_each(|(output, n)| _ = output.write(n));
+        Ok(())
+    })
+}
+
+/// Whether two tensors are on the same storage.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_tensor_shares_storage(
+    tensor: *const ClaystoneTensor,
+    other: *const ClaystoneTensor,
+    shares: *mut bool,
+) -> ClaystoneStatus {
+    guard("claystone_tensor_shares_storage", || {
+        // SAFETY: handles that live, and a pointer that is good for writing, says the caller.
+        let (tensor, other, shares) =
+            unsafe { (borrow(tensor, "tensor")?, borrow(other, "other")?, output(shares, "shares")?) };
+        shares.write(tensor.0.shares_storage(&other.0));
         Ok(())
     })
 }

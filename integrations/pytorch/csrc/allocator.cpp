@@ -21,19 +21,21 @@ constexpr size_t ROUNDED_TO = 16; // storages are whole numbers of elements of e
 
 struct Block;
 
-// The ranges: powers of two, which are given again to others of their size, and whose they are.
+// The ranges, powers of two, and whose they are: none's for those that wait for the next one of their size.
 class Addresses {
 public:
-    void* take(size_t nbytes, Block* owner) {
+    using Range = std::pair<char* const, Block*>;
+
+    Range* take(size_t nbytes, Block* owner) {
         std::lock_guard lock(mutex);
-        void* range = find(nbytes);
-        owners.emplace(static_cast<char*>(range), owner);
+        Range* range = find(nbytes);
+        range->second = owner;
         return range;
     }
 
-    void give(void* range, size_t nbytes) {
+    void give(Range* range, size_t nbytes) {
         std::lock_guard lock(mutex);
-        owners.erase(static_cast<char*>(range));
+        range->second = nullptr;
         free_ranges[std::countr_zero(std::bit_ceil(std::max(nbytes, SMALLEST)))].push_back(range);
     }
 
@@ -45,18 +47,18 @@ public:
     }
 
 private:
-    void* find(size_t nbytes) {
+    Range* find(size_t nbytes) {
         const size_t size = std::bit_ceil(std::max(nbytes, SMALLEST));
         auto& free = free_ranges[std::countr_zero(size)];
         if (!free.empty()) {
-            void* range = free.back();
+            Range* range = free.back();
             free.pop_back();
             return range;
         }
         if (next == nullptr || size > size_t(end - next)) {
             reserve(size);
         }
-        return std::exchange(next, next + size);
+        return &*owners.emplace(std::exchange(next, next + size), nullptr).first;
     }
 
     // Addresses cost nothing but where the system limits them: then fewer at a time.
@@ -74,7 +76,7 @@ private:
 
     std::mutex mutex;
     char *next = nullptr, *end = nullptr;
-    std::vector<void*> free_ranges[64];
+    std::vector<Range*> free_ranges[64];
     std::map<char*, Block*> owners;
 };
 
@@ -85,12 +87,12 @@ Addresses& addresses() {
 
 // What a data pointer stands for.
 struct Block {
-    Block(int device, size_t nbytes) : device(device), nbytes(nbytes), address(addresses().take(nbytes, this)) {}
+    Block(int device, size_t nbytes) : device(device), nbytes(nbytes), range(addresses().take(nbytes, this)), address(range->first) {}
     ~Block() {
         if (held) {
             report(-int64_t(nbytes));
         }
-        addresses().give(address, nbytes);
+        addresses().give(range, nbytes);
     }
 
     StorageHandle storage() {
@@ -131,6 +133,7 @@ struct Block {
 
     const int device;
     const size_t nbytes;
+    Addresses::Range* const range;
     void* const address;
 
 private:
@@ -244,11 +247,9 @@ TensorHandle bytes(const at::TensorBase& tensor, size_t offset, size_t length) {
 
 at::Tensor wrap(const TensorHandle& tensor) {
     const auto [what, sizes, strides] = info(tensor);
-    const auto storage = storage_of(tensor);
-    size_t nbytes = 0;
-    check(claystone_storage_nbytes(storage.get(), &nbytes));
+    const size_t nbytes = what.storage_nbytes;
     auto* block = new Block(what.device, nbytes);
-    block->replace(storage);
+    block->replace(storage_of(tensor));
     auto data = data_pointer(block);
     c10::Storage held(c10::Storage::use_byte_size_t(), nbytes, std::move(data), allocator(), /*resizable=*/true);
     auto result = at::detail::make_tensor<c10::TensorImpl>(
@@ -266,19 +267,17 @@ bool adopt(const at::TensorBase& target, const TensorHandle& result) {
         !made.is_contiguous() || !target.is_contiguous()) {
         return false;
     }
-    const auto storage = storage_of(result);
-    size_t held = 0;
-    check(claystone_storage_nbytes(storage.get(), &held));
+    const size_t held = made.tensor.storage_nbytes;
     if (held < nbytes || held > nbytes + ROUNDED_TO) {
         return false;
     }
-    block.replace(storage);
+    block.replace(storage_of(result));
     return true;
 }
 
 bool share_storage(const TensorHandle& a, const TensorHandle& b) {
     bool same = false;
-    check(claystone_storage_is_same(storage_of(a).get(), storage_of(b).get(), &same));
+    check(claystone_tensor_shares_storage(a.get(), b.get(), &same));
     return same;
 }
 

@@ -11,8 +11,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
-#include <shared_mutex>
+#include <numeric>
 #include <unordered_map>
 
 namespace claystone_torch {
@@ -30,7 +31,7 @@ struct Row {
     std::vector<Alternative> alternatives;
 };
 
-// An operator as this kernel needs it.
+// An operator as its kernel needs it.
 struct Operator {
     const Row* row = nullptr;
     std::vector<size_t> arguments; // positions on the stack of the arguments of the row
@@ -67,27 +68,18 @@ bool writes_itself(const Program& program) {
     return first.kind == Node::Operation && first.text.ends_with('_');
 }
 
-std::shared_mutex mutex;
 std::unordered_map<std::string, Row> rows;
-std::unordered_map<c10::OperatorName, Operator> operators;
+std::mutex mutex; // of what follows
 std::map<std::string, Fallback> fallback_counts;
 
-const Operator& find(const c10::OperatorHandle& handle) {
-    {
-        std::shared_lock lock(mutex);
-        const auto found = operators.find(handle.operator_name());
-        if (found != operators.end()) {
-            return found->second;
-        }
-    }
+Operator operator_of(const c10::OperatorHandle& handle) {
     Operator made;
     const std::string key = key_of(handle.schema(), &made.arguments, &made.outputs, &made.in_place);
     made.name = handle.schema().name();
     made.each = handle.schema().name().starts_with("aten::_foreach_");
-    std::unique_lock lock(mutex);
     const auto row = rows.find(key);
     made.row = row == rows.end() || (row->second.writes_itself && !made.in_place) ? nullptr : &row->second;
-    return operators.emplace(handle.operator_name(), std::move(made)).first->second;
+    return made;
 }
 
 std::string name_of(const c10::OperatorHandle& handle) {
@@ -100,7 +92,7 @@ void fall_back(const c10::OperatorHandle& handle, torch::jit::Stack* stack, cons
     const std::string name = name_of(handle);
     bool first;
     {
-        std::unique_lock lock(mutex);
+        std::lock_guard lock(mutex);
         Fallback& fallback = fallback_counts[name];
         first = fallback.count++ == 0;
         fallback.reason = reason;
@@ -136,8 +128,8 @@ Scope scope_of(const Operator& op, size_t size, const torch::jit::Stack& stack, 
         if (stack[i].isTensor()) {
             look(stack[i].toTensor());
         } else if (stack[i].isTensorList()) {
-            for (const at::Tensor& tensor : stack[i].toTensorVector()) {
-                look(tensor);
+            for (const c10::IValue& tensor : stack[i].toListRef()) {
+                look(tensor.toTensor());
             }
         }
     }
@@ -146,8 +138,8 @@ Scope scope_of(const Operator& op, size_t size, const torch::jit::Stack& stack, 
 }
 
 // The shape that the tensors of the call have together; none where they do not fit.
-std::optional<std::vector<int64_t>> common_shape(const Scope& scope) {
-    std::vector<int64_t> shape;
+std::optional<c10::SmallVector<int64_t, 5>> common_shape(const Scope& scope) {
+    c10::SmallVector<int64_t, 5> shape;
     for (const Value& value : scope.values) {
         const auto* tensor = value.as<TensorHandle>();
         if (!tensor) {
@@ -167,6 +159,46 @@ std::optional<std::vector<int64_t>> common_shape(const Scope& scope) {
     return shape;
 }
 
+// How an elementwise result lies: as its first operand of its shape does, as with PyTorch. Only where that is not row by row.
+struct Order {
+    std::vector<int64_t> shape, dims, inverse;
+
+    at::Tensor of(const at::Tensor& operand) const { return operand.expand(shape).permute(dims); }
+    at::Tensor back(const at::Tensor& result) const { return result.permute(inverse); }
+};
+
+std::optional<Order> order_of(const Operator& op, const torch::jit::Stack& stack, size_t base) {
+    c10::SmallVector<const at::Tensor*, 4> operands;
+    bool plain = true;
+    for (const size_t position : op.arguments) {
+        const auto& argument = stack[base + position];
+        if (argument.isTensor() && is_ours(argument.toTensor())) {
+            operands.push_back(&argument.toTensor());
+            plain &= argument.toTensor().is_contiguous();
+        }
+    }
+    if (plain) {
+        return std::nullopt;
+    }
+    Order order;
+    for (const auto* operand : operands) {
+        order.shape = at::infer_size(order.shape, operand->sizes());
+    }
+    const auto leader = std::find_if(operands.begin(), operands.end(), [&](const auto* operand) { return operand->sizes() == order.shape; });
+    if (leader == operands.end() || (*leader)->is_contiguous() || !(*leader)->is_non_overlapping_and_dense()) {
+        return std::nullopt;
+    }
+    const auto strides = (*leader)->strides();
+    order.dims.resize(strides.size());
+    order.inverse.resize(strides.size());
+    std::iota(order.dims.begin(), order.dims.end(), 0);
+    std::stable_sort(order.dims.begin(), order.dims.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+    for (size_t i = 0; i < order.dims.size(); i++) {
+        order.inverse[order.dims[i]] = i;
+    }
+    return order;
+}
+
 bool shares_with_arguments(const TensorHandle& result, const Scope& scope, size_t arguments) {
     const auto shares = [&](const Value& value) { return value.as<TensorHandle>() && share_storage(*value.as<TensorHandle>(), result); };
     for (size_t i = 0; i < arguments; i++) {
@@ -183,7 +215,7 @@ void write(const at::Tensor& target, const TensorHandle& result, bool in_place, 
     if (!at::canCast(torch_dtype(made.tensor.dtype), target.scalar_type())) {
         throw Refused("the result does not fit into the dtype of the tensor it is for");
     }
-    if (target.sizes() != c10::IntArrayRef(made.sizes)) {
+    if (target.sizes() != made.sizes) {
         if (in_place || target.numel() != 0) {
             throw Refused("the result does not have the shape of the tensor it is for");
         }
@@ -255,11 +287,18 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
     const size_t size = schema.arguments().size(), base = stack->size() - size;
     Scope scope = scope_of(op, size, *stack, base);
     const c10::DeviceGuard guard(c10::Device(c10::DeviceType::PrivateUse1, scope.device == CLAYSTONE_CPU ? 0 : scope.device));
+    const bool is_elementwise = op.row->alternatives[0].elementwise;
+    const auto order = is_elementwise && op.outputs.empty() ? order_of(op, *stack, base) : std::nullopt;
     for (const size_t position : op.arguments) {
-        scope.values.push_back(value_of((*stack)[base + position]));
+        const auto& argument = (*stack)[base + position];
+        const bool ordered = order && argument.isTensor() && is_ours(argument.toTensor());
+        scope.values.push_back(value_of(ordered ? c10::IValue(order->of(argument.toTensor())) : argument));
+        if (const auto* generator = scope.values.back().as<GeneratorPointer>()) {
+            scope.generator = *generator;
+        }
     }
     const size_t arguments = scope.values.size();
-    std::vector<at::Tensor> outputs;
+    c10::SmallVector<at::Tensor, 2> outputs;
     for (const size_t position : op.outputs) {
         const auto& output = (*stack)[base + position];
         if (!output.isTensor() || !is_ours(output.toTensor()) || !claystone_dtype(output.toTensor().scalar_type())) {
@@ -278,30 +317,35 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
         scope.values[slot] = evaluate(*value, scope);
     }
     const Node& first = *program.results[0];
-    if (chosen->elementwise && outputs.size() == 1 && first.kind == Node::Operation && !op.row->writes_itself &&
-        common_shape(scope) == outputs[0].sizes().vec()) {
+    if (is_elementwise && outputs.size() == 1 && first.kind == Node::Operation && !op.row->writes_itself &&
+        common_shape(scope) == outputs[0].sizes()) {
         evaluate_into(first, scope, handle(outputs[0]));
     } else {
-        Values results;
+        c10::SmallVector<Value, 3> results;
         for (const auto& result : program.results) {
             auto value = evaluate(*result, scope);
             if (const auto* several = program.results.size() == 1 ? value.as<Values>() : nullptr) {
-                results = *several;
+                results.append(several->begin(), several->end());
             } else {
                 results.push_back(std::move(value));
             }
         }
+        const size_t wanted = outputs.empty() ? schema.returns().size() : op.row->writes_itself ? 0 : outputs.size();
+        TORCH_CHECK(results.size() >= wanted, "operators.toml: the program of ", schema.name(), " has too few results");
         if (outputs.empty()) {
-            std::vector<c10::IValue> returns;
-            for (size_t i = 0; i < schema.returns().size(); i++) {
-                returns.push_back(returned(results.at(i), schema.returns()[i], scope, arguments));
+            c10::SmallVector<c10::IValue, 3> returns;
+            for (size_t i = 0; i < wanted; i++) {
+                returns.push_back(returned(results[i], schema.returns()[i], scope, arguments));
+                if (order) {
+                    returns.back() = order->back(returns.back().toTensor());
+                }
             }
             stack->resize(base);
-            stack->insert(stack->end(), returns.begin(), returns.end());
+            std::move(returns.begin(), returns.end(), std::back_inserter(*stack));
             return;
         }
-        for (size_t i = 0; i < outputs.size() && !op.row->writes_itself; i++) {
-            if (results.at(i).is_none()) {
+        for (size_t i = 0; i < wanted; i++) {
+            if (results[i].is_none()) {
                 continue;
             }
             const auto result = results[i].is_number() ? tensor_of(results[i], scope) : std::get<TensorHandle>(results[i]);
@@ -314,36 +358,17 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
     }
 }
 
-void compute(const Operator& op, const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
-    if (op.row && op.each) {
-        return run_each(op, handle, stack);
-    }
-    std::string reason = "it has no row in operators.toml";
-    if (op.row) {
-        try {
-            return run(op, handle.schema(), stack);
-        } catch (const Refused& refused) {
-            reason = refused.what();
-        } catch (const std::bad_variant_access&) {
-            reason = "an argument is of a kind that its row does not expect";
-        }
-    }
-    fall_back(handle, stack, reason);
-}
-
-// What claystone records of memory and time carries the operator's name.
-void kernel(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
-    const Operator& op = find(handle);
+// Calls `compute`: what claystone records of memory and time meanwhile carries the operator's name.
+template <typename Compute>
+void annotated(const std::string& name, Compute compute) {
     struct Call {
-        const Operator& op;
-        const c10::OperatorHandle& handle;
-        torch::jit::Stack* stack;
+        Compute& compute;
         std::exception_ptr thrown;
-    } call{op, handle, stack, nullptr};
-    check(claystone_annotate(op.name.c_str(), [](void* data) {
+    } call{compute, nullptr};
+    check(claystone_annotate(name.c_str(), [](void* data) {
         auto& call = *static_cast<Call*>(data);
         try {
-            compute(call.op, call.handle, call.stack);
+            call.compute();
         } catch (...) { // which C would not let through
             call.thrown = std::current_exception();
         }
@@ -353,8 +378,39 @@ void kernel(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
     }
 }
 
+// The kernel of an operator that has a row.
+struct Kernel final : c10::OperatorKernel {
+    explicit Kernel(Operator op) : op(std::move(op)) {}
+
+    void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
+        annotated(op.name, [&] { compute(handle, stack); });
+    }
+
+private:
+    void compute(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+        if (op.each) {
+            return run_each(op, handle, stack);
+        }
+        std::string reason;
+        try {
+            return run(op, handle.schema(), stack);
+        } catch (const Refused& refused) {
+            reason = refused.what();
+        } catch (const std::bad_variant_access&) {
+            reason = "an argument is of a kind that its row does not expect";
+        }
+        fall_back(handle, stack, reason);
+    }
+
+    const Operator op;
+};
+
+void without_row(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+    annotated(handle.schema().name(), [&] { fall_back(handle, stack, "it has no row in operators.toml"); });
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
-    library.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>());
+    library.fallback(torch::CppFunction::makeFromBoxedFunction<&without_row>());
 }
 
 } // namespace
@@ -380,35 +436,38 @@ void add_row(const std::string& name, const std::vector<RowText>& texts) {
         row.alternatives.push_back({std::move(condition), parse(text.program, arguments), text.elementwise});
     }
     row.writes_itself = writes_itself(row.alternatives[0].program);
-    std::unique_lock lock(mutex);
     TORCH_CHECK(rows.emplace(key, std::move(row)).second, "operators.toml: ", name, " has two rows");
 }
 
 std::vector<std::string> register_rows() {
-    // The fallback does not see operators that have a kernel for all devices, made of other operators: such rows are kernels of their own.
     static auto* const library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
     std::vector<std::string> names;
     for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
         const auto handle = c10::Dispatcher::singleton().findSchema(name);
-        if (!handle || !find(*handle).row) {
+        if (!handle) {
+            continue;
+        }
+        auto op = operator_of(*handle);
+        if (!op.row) {
             continue;
         }
         names.push_back(name_of(*handle));
-        if (handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
+        // What PyTorch makes of other operators has its gradient by these, and would lose it.
+        if (!handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
             !handle->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
-            library->impl(names.back().c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+            library->impl(names.back().c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(std::move(op))));
         }
     }
     return names;
 }
 
 std::map<std::string, Fallback> fallbacks() {
-    std::shared_lock lock(mutex);
+    std::lock_guard lock(mutex);
     return fallback_counts;
 }
 
 void reset_fallbacks() {
-    std::unique_lock lock(mutex);
+    std::lock_guard lock(mutex);
     fallback_counts.clear();
 }
 

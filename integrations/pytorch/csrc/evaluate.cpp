@@ -44,58 +44,52 @@ ClaystoneArgument number(const Value& value) {
 // A call as the C API takes it, with what its pointers point to.
 class Call {
 public:
-    Call(const Node& node, Scope& scope) : name(node.text.c_str()) {
-        std::vector<Value> values;
-        for (const auto& child : node.children) {
-            values.push_back(child ? evaluate(*child, scope) : Value());
+    Call(const Node& node, Scope& scope) : rooms(node.children.size()) {
+        c10::SmallVector<const Value*, 8> values;
+        for (size_t i = 0; i < rooms.size(); i++) {
+            values.push_back(node.children[i] ? &evaluate(*node.children[i], scope, rooms[i]) : &rooms[i]);
         }
+        name = node.text.c_str();
         const auto* parameters = node.parameters;
-        // The second operand of `add` may be a number.
-        if (!node.with_scalar.empty() && values.size() >= 2 && values[1].is_number() && values[0].as<TensorHandle>()) {
+        // The second operand of `add` may be a number. One that is a bool is a tensor, as it has a say in the dtype of sums of bools.
+        if (node.scalar_parameters && values.size() >= 2 && values[1]->is_number() && !values[1]->as<bool>() && values[0]->as<TensorHandle>()) {
             name = node.with_scalar.c_str();
-            parameters = claystone_torch::parameters(node.with_scalar);
+            parameters = node.scalar_parameters;
         }
         for (size_t i = 0; i < values.size(); i++) {
             if ((*parameters)[i].is_tensor) {
-                add_tensors(std::move(values[i]), scope);
+                add_tensors(*values[i], scope);
             } else {
-                add_argument(std::move(values[i]));
+                add_argument(*values[i]);
             }
         }
-        for (const Value& value : scope.values) {
-            if (const auto* generator = value.as<GeneratorPointer>()) {
-                arguments.push_back(argument(CLAYSTONE_TAG_GENERATOR, {.generator = generator->pointer}));
-            }
+        if (scope.generator) {
+            arguments.push_back(argument(CLAYSTONE_TAG_GENERATOR, {.generator = scope.generator->pointer}));
         }
         call = {name, tensors.data(), tensors.size(), arguments.data(), arguments.size()};
     }
     Call(const Call&) = delete;
 
     ClaystoneCall call;
-    std::vector<const ClaystoneTensor*> tensors;
+    c10::SmallVector<const ClaystoneTensor*, 8> tensors;
 
 private:
-    void add_tensors(Value value, Scope& scope) {
-        if (const auto* list = value.as<Values>()) {
+    void add_tensors(const Value& value, Scope& scope) {
+        if (const auto* tensor = value.as<TensorHandle>()) {
+            tensors.push_back(tensor->get());
+        } else if (const auto* list = value.as<Values>()) {
             for (const auto& entry : *list) {
                 add_tensors(entry, scope);
             }
-            return;
-        }
-        if (value.is_number()) {
-            value = tensor_of(value, scope);
-        }
-        if (const auto* tensor = value.as<TensorHandle>()) {
-            held.push_back(*tensor);
-            tensors.push_back(tensor->get());
+        } else if (value.is_number()) {
+            made.push_back(tensor_of(value, scope));
+            tensors.push_back(made.back().get());
         } else {
             tensors.push_back(nullptr);
         }
     }
 
-    void add_argument(Value given) {
-        kept.push_back(std::make_unique<Value>(std::move(given)));
-        const Value& value = *kept.back();
+    void add_argument(const Value& value) {
         if (value.is_none()) {
             arguments.push_back(argument(CLAYSTONE_TAG_NONE, {}));
         } else if (value.is_number()) {
@@ -116,9 +110,9 @@ private:
     }
 
     const char* name;
-    std::vector<ClaystoneArgument> arguments;
-    std::vector<TensorHandle> held;
-    std::vector<std::unique_ptr<Value>> kept;
+    c10::SmallVector<ClaystoneArgument, 8> arguments;
+    c10::SmallVector<TensorHandle, 2> made; // of numbers
+    c10::SmallVector<Value, 8> rooms;       // values that are no variables
 };
 
 Value call(const Node& node, Scope& scope) {
@@ -148,8 +142,12 @@ Value gradient(const Node& node, Scope& scope) {
         outputs.push_back(tensor ? tensor->get() : nullptr);
     }
     std::vector<uint8_t> wanted;
-    for (const Value& value : std::get<Values>(mask)) {
-        wanted.push_back(value.truth());
+    if (const auto* switches = mask.as<std::vector<int64_t>>()) {
+        wanted.assign(switches->begin(), switches->end());
+    } else {
+        for (const Value& value : std::get<Values>(mask)) {
+            wanted.push_back(value.truth());
+        }
     }
     wanted.resize(call.tensors.size());
     std::vector<ClaystoneTensor*> found(wanted.size());
@@ -161,8 +159,18 @@ Value gradient(const Node& node, Scope& scope) {
     return values;
 }
 
+Value function(const Node& node, Scope& scope) {
+    Arguments arguments;
+    for (const auto& child : node.children) {
+        arguments.push_back(evaluate(*child, scope));
+    }
+    arguments.resize(std::max(arguments.size(), size_t(2)));
+    return node.function(arguments);
+}
+
 Value index(const Node& node, Scope& scope) {
-    const Value list = evaluate(*node.children[0], scope);
+    Value room;
+    const Value& list = evaluate(*node.children[0], scope, room);
     const int64_t at = evaluate(*node.children[1], scope).integer();
     const auto within = [&](size_t size) {
         const int64_t from_start = at < 0 ? at + int64_t(size) : at;
@@ -240,24 +248,28 @@ TensorHandle converted(const TensorHandle& tensor, ClaystoneDtype dtype) {
         "to_dtype", {argument(CLAYSTONE_TAG_TENSOR, {.tensor = tensor.get()}), argument(CLAYSTONE_TAG_DTYPE, {.integer = dtype})});
 }
 
-Value evaluate(const Node& node, Scope& scope) {
+const Value& evaluate(const Node& node, Scope& scope, Value& room) {
     switch (node.kind) {
-        case Node::None: return {};
-        case Node::Bool: return node.integer != 0;
-        case Node::Int: return node.integer;
-        case Node::Float: return node.number;
-        case Node::Text: return node.text;
-        case Node::List: return list(node, scope);
+        case Node::Constant: return node.constant;
         case Node::Variable: return scope.values[node.slot];
-        case Node::Operation: return call(node, scope);
-        case Node::Gradient: return gradient(node, scope);
-        case Node::Function: return function(node, scope);
-        case Node::Index: return index(node, scope);
-        case Node::Infix: return infix(node, scope);
-        case Node::Not: return !evaluate(*node.children[0], scope).truth();
-        case Node::Choice: return evaluate(*node.children[evaluate(*node.children[0], scope).truth() ? 1 : 2], scope);
+        case Node::List: return room = list(node, scope);
+        case Node::Device: return room = DeviceNumber{scope.device};
+        case Node::OutDtype: return scope.out_dtype;
+        case Node::Operation: return room = call(node, scope);
+        case Node::Gradient: return room = gradient(node, scope);
+        case Node::Call: return room = function(node, scope);
+        case Node::Index: return room = index(node, scope);
+        case Node::Infix: return room = infix(node, scope);
+        case Node::Not: return room = !evaluate(*node.children[0], scope).truth();
+        case Node::Choice: return evaluate(*node.children[evaluate(*node.children[0], scope).truth() ? 1 : 2], scope, room);
     }
-    return {};
+    return room;
+}
+
+Value evaluate(const Node& node, Scope& scope) {
+    Value room;
+    const Value& value = evaluate(node, scope, room);
+    return &value == &room ? std::move(room) : value;
 }
 
 void evaluate_into(const Node& operation, Scope& scope, const TensorHandle& out) {

@@ -3,12 +3,11 @@
 
 #include <c10/util/Exception.h>
 
+#include <cmath>
 #include <map>
 
 namespace claystone_torch {
 namespace {
-
-using Arguments = std::vector<Value>;
 
 const TensorHandle& tensor(const Value& value) {
     const auto* found = value.as<TensorHandle>();
@@ -36,10 +35,13 @@ bool is_float(ClaystoneDtype dtype) {
     return dtype == CLAYSTONE_DTYPE_F32 || dtype == CLAYSTONE_DTYPE_F16 || dtype == CLAYSTONE_DTYPE_BF16 || dtype == CLAYSTONE_DTYPE_F64;
 }
 
-const std::map<std::string, Value (*)(const Arguments&)> FUNCTIONS = {
+const std::map<std::string, Function> FUNCTIONS = {
     {"rank", [](const Arguments& a) -> Value { return int64_t(a[0].is_number() ? 0 : info(tensor(a[0])).tensor.rank); }},
     {"numel", [](const Arguments& a) -> Value { return int64_t(a[0].is_number() ? 1 : info(tensor(a[0])).tensor.numel); }},
-    {"sizes", [](const Arguments& a) -> Value { return info(tensor(a[0])).sizes; }},
+    {"sizes", [](const Arguments& a) -> Value {
+         const auto sizes = info(tensor(a[0])).sizes;
+         return std::vector<int64_t>(sizes.begin(), sizes.end());
+     }},
     {"size", [](const Arguments& a) -> Value {
          const auto sizes = info(tensor(a[0])).sizes;
          const int64_t dim = a[1].integer();
@@ -141,12 +143,23 @@ const std::map<std::string, Value (*)(const Arguments&)> FUNCTIONS = {
          }
          return dims;
      }},
+    // As many values as there are switches: those of a list, or the one, where a switch is on, and none elsewhere.
+    {"spread", [](const Arguments& a) -> Value {
+         const Values found = a[0].as<Values>() ? *a[0].as<Values>() : Values{a[0]};
+         Values spread;
+         size_t next = 0;
+         for (const int64_t wanted : std::get<std::vector<int64_t>>(a[1])) {
+             spread.push_back(wanted && next < found.size() ? found[next++] : Value());
+         }
+         return spread;
+     }},
+    {"root", [](const Arguments& a) -> Value { return std::sqrt(a[0].number()); }},
     {"same_sizes", [](const Arguments& a) -> Value { return info(tensor(a[0])).sizes == info(tensor(a[1])).sizes; }},
     // Tensors without those of shape [0], which PyTorch's `cat` leaves out whatever the others' shape.
     {"not_empty", [](const Arguments& a) -> Value {
          Values values;
          for (const Value& value : std::get<Values>(a[0])) {
-             if (info(tensor(value)).sizes != std::vector<int64_t>{0}) {
+             if (info(tensor(value)).sizes != c10::SmallVector<int64_t, 5>{0}) {
                  values.push_back(value);
              }
          }
@@ -177,30 +190,20 @@ const std::map<std::string, Value (*)(const Arguments&)> FUNCTIONS = {
 
 } // namespace
 
-Value function(const Node& node, Scope& scope) {
-    if (node.text == "device") {
-        return DeviceNumber{scope.device};
-    }
-    if (node.text == "out_dtype") { // that of the tensor which the result is written into
-        return scope.out_dtype;
-    }
-    const auto found = FUNCTIONS.find(node.text);
-    TORCH_CHECK(found != FUNCTIONS.end(), "operators.toml: claystone has no operation ", node.text, ", nor is it a function");
-    Arguments arguments;
-    for (const auto& child : node.children) {
-        arguments.push_back(evaluate(*child, scope));
-    }
-    arguments.resize(std::max(arguments.size(), size_t(2)));
-    return found->second(arguments);
+Function find_function(const std::string& name) {
+    const auto found = FUNCTIONS.find(name);
+    TORCH_CHECK(found != FUNCTIONS.end(), "operators.toml: claystone has no operation ", name, ", nor is it a function");
+    return found->second;
 }
 
 Value infix(const Node& node, Scope& scope) {
-    const Value left = evaluate(*node.children[0], scope);
+    Value left_room, right_room;
+    const Value& left = evaluate(*node.children[0], scope, left_room);
     const std::string& sign = node.text;
     if (sign == "and" || sign == "or") {
-        return left.truth() == (sign == "or") ? left.truth() : evaluate(*node.children[1], scope).truth();
+        return left.truth() == (sign == "or") ? left.truth() : evaluate(*node.children[1], scope, right_room).truth();
     }
-    const Value right = evaluate(*node.children[1], scope);
+    const Value& right = evaluate(*node.children[1], scope, right_room);
     if (sign == "==" || sign == "!=") {
         const auto *a = left.as<std::string>(), *b = right.as<std::string>();
         const bool same = a || b ? a && b && *a == *b

@@ -5,8 +5,8 @@
 
 namespace claystone_torch {
 
-// A function of the adapter, such as `rank(x)`.
-Value function(const Node& node, Scope& scope);
+// The function of this name. It throws where there is none.
+Function find_function(const std::string& name);
 Value infix(const Node& node, Scope& scope);
 // A tensor without dimensions of a number.
 TensorHandle tensor_of(const Value& value, const Scope& scope);

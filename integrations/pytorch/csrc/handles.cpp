@@ -82,13 +82,19 @@ at::ScalarType torch_dtype(int dtype) {
 
 Info info(const TensorHandle& tensor) {
     Info result;
-    check(claystone_tensor_info(tensor.get(), 0, &result.tensor, nullptr, nullptr));
-    const size_t rank = result.tensor.rank;
-    result.sizes.resize(rank);
-    result.strides.resize(rank);
-    if (rank > 0) {
-        check(claystone_tensor_info(tensor.get(), rank, nullptr, result.sizes.data(), result.strides.data()));
+    size_t room = 5;
+    while (true) {
+        result.sizes.resize(room);
+        result.strides.resize(room);
+        const auto status = claystone_tensor_info(tensor.get(), room, &result.tensor, result.sizes.data(), result.strides.data());
+        if (result.tensor.rank <= room) {
+            check(status);
+            break;
+        }
+        room = result.tensor.rank;
     }
+    result.sizes.resize(result.tensor.rank);
+    result.strides.resize(result.tensor.rank);
     return result;
 }
 

@@ -1,6 +1,6 @@
 // Reads programs: recursive descent over names, numbers, calls and a few infix operators.
+#include "functions.h"
 #include "program.h"
-#include "storage.h"
 
 #include <c10/util/Exception.h>
 
@@ -95,6 +95,12 @@ private:
     static Pointer node(Node::Kind kind, std::string text, Children... children) {
         auto result = node(kind, std::move(text));
         (result->children.push_back(std::move(children)), ...);
+        return result;
+    }
+
+    static Pointer constant(Value value) {
+        auto result = node(Node::Constant);
+        result->constant = std::move(value);
         return result;
     }
 
@@ -229,7 +235,7 @@ private:
         if (take_sign("'")) {
             const size_t end = source.find('\'', at);
             TORCH_CHECK(end != std::string::npos, "operators.toml: \"", source, "\": a text has no end");
-            return node(Node::Text, source.substr(std::exchange(at, end + 1), end - at));
+            return constant(source.substr(std::exchange(at, end + 1), end - at));
         }
         if (std::isdigit(static_cast<unsigned char>(c)) || c == '-') {
             return number();
@@ -237,9 +243,7 @@ private:
         const std::string name = word();
         TORCH_CHECK(!name.empty(), "operators.toml: \"", source, "\": expected a value before \"", source.substr(at), "\"");
         if (name == "none" || name == "true" || name == "false") {
-            auto result = node(name == "none" ? Node::None : Node::Bool);
-            result->integer = name == "true";
-            return result;
+            return constant(name == "none" ? Value() : Value(name == "true"));
         }
         return take_sign("(") ? call(name) : variable(name);
     }
@@ -252,13 +256,7 @@ private:
             at++;
         }
         const std::string digits = source.substr(start, at - start);
-        auto result = node(digits.find_first_of(".e") == std::string::npos ? Node::Int : Node::Float);
-        if (result->kind == Node::Int) {
-            result->integer = std::stoll(digits);
-        } else {
-            result->number = std::stod(digits);
-        }
-        return result;
+        return digits.find_first_of(".e") == std::string::npos ? constant(int64_t(std::stoll(digits))) : constant(std::stod(digits));
     }
 
     Pointer variable(const std::string& name) {
@@ -274,13 +272,20 @@ private:
 
     Pointer call(const std::string& name) {
         const auto* known = parameters(name);
-        auto result = node(name == "gradient" ? Node::Gradient : known ? Node::Operation : Node::Function, name);
+        auto result = node(
+            known                  ? Node::Operation
+            : name == "gradient"   ? Node::Gradient
+            : name == "device"     ? Node::Device
+            : name == "out_dtype"  ? Node::OutDtype
+                                   : Node::Call,
+            name);
         result->parameters = known;
         if (known) {
             result->children.resize(known->size());
-            if (parameters(name + "_scalar")) {
-                result->with_scalar = name + "_scalar";
-            }
+            result->with_scalar = name + "_scalar";
+            result->scalar_parameters = parameters(result->with_scalar);
+        } else if (result->kind == Node::Call) {
+            result->function = find_function(name);
         }
         for (size_t position = 0; !take_sign(")"); position++) {
             const size_t start = at;

@@ -1,6 +1,10 @@
 // Programs: what a row of operators.toml says is to be computed, as a tree. The language is in operators.toml.
 #pragma once
 
+#include "value.h"
+
+#include <c10/util/SmallVector.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -18,26 +22,34 @@ struct Parameter {
 // The parameters of all operations, by name.
 const std::vector<Parameter>* parameters(const std::string& operation);
 
+// What programs can call besides operations of claystone. There are two arguments at least, none where they are left out.
+using Arguments = c10::SmallVector<Value, 3>;
+using Function = Value (*)(const Arguments&);
+
 struct Node {
     enum Kind {
-        None, Bool, Int, Float, Text, List,
+        Constant, List,
         Variable,  // `slot`: an argument of the PyTorch operator, or a value assigned before
+        Device,    // that of the call
+        OutDtype,  // that of the tensor which the result is written into
         Operation, // `text` with `children` in the order of its parameters; null for one that is left out
         Gradient,  // of the operation `children[0]`, for the gradients `children[1]` of its results, where `children[2]` says so
-        Function,  // `text`, one of this adapter's own
+        Call,      // `function`
         Index,     // `children[0]` at `children[1]`
         Infix,     // `text` between two children
         Not,
         Choice,    // `children[0]` ? `children[1]` : `children[2]`
     };
     Kind kind;
-    int64_t integer = 0; // a bool or an int
-    double number = 0;
+    Value constant;
     size_t slot = 0;
     std::string text;
+    Function function = nullptr;
     std::vector<std::unique_ptr<Node>> children;
     const std::vector<Parameter>* parameters = nullptr; // of an operation
-    std::string with_scalar;                            // the operation whose second operand is a number, if there is one
+    // The operation whose second operand is a number, if there is one, and its parameters.
+    std::string with_scalar;
+    const std::vector<Parameter>* scalar_parameters = nullptr;
 };
 
 struct Program {

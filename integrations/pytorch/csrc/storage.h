@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
 #include <claystone.h>
 
 #include <memory>
@@ -54,7 +55,7 @@ bool adopt(const at::TensorBase& target, const TensorHandle& result);
 
 struct Info {
     ClaystoneTensorInfo tensor;
-    std::vector<int64_t> sizes, strides;
+    c10::SmallVector<int64_t, 5> sizes, strides;
     bool is_contiguous() const;
 };
 Info info(const TensorHandle& tensor);

@@ -12,7 +12,8 @@ Value of_tensor(const at::Tensor& tensor) {
         return {};
     }
     if (is_ours(tensor)) {
-        if (!claystone_dtype(tensor.scalar_type()) || tensor.is_conj() || tensor.is_neg() || tensor.layout() != at::kStrided) {
+        // PyTorch's kernels have errors for more than 64 dims.
+        if (tensor.dim() > 64 || !claystone_dtype(tensor.scalar_type()) || tensor.is_conj() || tensor.is_neg() || tensor.layout() != at::kStrided) {
             throw Refused("claystone has no tensors such as " + tensor.toString());
         }
         return handle(tensor);
@@ -70,6 +71,10 @@ Value value_of(const c10::IValue& argument) {
     }
     if (argument.isDoubleList()) {
         return argument.toDoubleVector();
+    }
+    if (argument.isBoolList()) {
+        const auto given = argument.toBoolList();
+        return std::vector<int64_t>(given.begin(), given.end());
     }
     if (argument.isGenerator()) {
         return GeneratorPointer{generator_handle(argument.toGenerator())};

@@ -42,6 +42,13 @@ impl IntoResults for (Tensor, Tensor, Tensor) {
     }
 }
 
+/// Those that are there.
+impl<const N: usize> IntoResults for [Option<Tensor>; N] {
+    fn into_results(self) -> Vec<Tensor> {
+        self.into_iter().flatten().collect()
+    }
+}
+
 impl FromResults for Tensor {
     fn from_results(mut results: Vec<Tensor>) -> Result<Tensor> {
         Ok(results.swap_remove(0))

@@ -236,7 +236,7 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
 
 /// The derivative of a row as a formula of its result, where that is as exact as one of the operand: then the result is what is
 /// saved, and the operand may change or go.
-fn derivative_of_result(row: &'static Row) -> Option<Expr> {
+pub(crate) fn derivative_of_result(row: &'static Row) -> Option<Expr> {
     use table::rows::{exp, relu};
     match row {
         row if std::ptr::eq(row, &relu) => Some(relu.derivatives()[0].clone()), // where the result is above 0, as the operand
@@ -401,10 +401,14 @@ pub(crate) fn apply_tracked(
     dtype: DType,
     derivative: &dyn Fn(usize) -> Expr,
 ) -> Result<Tensor> {
-    match dtype.is_float() && autograd::is_tracked(inputs) {
-        true => apply_one(op, inputs, params, expr, dtype).map(|out| recorded(op, out, inputs, params, derivative)),
-        false => apply_one(op, inputs, params, expr, dtype),
+    if !dtype.is_float() || !autograd::is_tracked(inputs) {
+        return apply_one(op, inputs, params, expr, dtype);
     }
+    let out = match autograd::is_gradients_only() {
+        true => Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, inputs[0].device())?,
+        false => apply_one(op, inputs, params, expr, dtype)?,
+    };
+    Ok(recorded(op, out, inputs, params, derivative))
 }
 
 /// What was computed of inputs, with its derivative by each. Apart, so that others' results are not moved once more.

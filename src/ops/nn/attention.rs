@@ -21,7 +21,7 @@ use crate::ops::nn::attention::blocks::Blocks;
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
 use crate::ops::recorded;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Result, Scalar, Shape, Tensor, autograd};
+use crate::{DType, Result, Scalar, Shape, Tensor, autograd, no_grad};
 
 /// How [`Tensor::scaled_dot_product_attention`] attends; by default to everything.
 ///
@@ -69,6 +69,10 @@ operations! {
         dropout_p: float = 0, is_causal: bool = false, scale: float?, enable_gqa: bool = false) functional:
         NeuralNetwork, Floats -> Same, differentiable
         => |a| a.x(0)?.scaled_dot_product_attention(a.x(1)?, a.x(2)?, Attention::from_args(a, 0, 3)?);
+    scaled_dot_product_attention_math(query: x, key: x, value: x, attn_mask: x?,
+        dropout_p: float = 0, is_causal: bool = false, scale: float?, enable_gqa: bool = false)
+        "_scaled_dot_product_attention_math": NeuralNetwork, Floats -> Same
+        => |a| a.x(0)?.scaled_dot_product_attention_math(a.x(1)?, a.x(2)?, Attention::from_args(a, 0, 3)?);
     packed_attention(input: x, attn_mask: x?,
         heads: size, dropout_p: float = 0, is_causal: bool = false, scale: float?, enable_gqa: bool = false)
         "nn.functional.scaled_dot_product_attention": NeuralNetwork, Floats -> Same, differentiable
@@ -92,6 +96,27 @@ impl Tensor {
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
         replaced!("scaled_dot_product_attention", tensors; || options.arguments().into());
         attend(self, key, value, options)
+    }
+
+    /// [`Tensor::scaled_dot_product_attention`] of all scores at once, and the weights that it gives the values, `[.., L, S]`, of which its
+    /// gradient is made (PyTorch's `_scaled_dot_product_attention_math`). Not recorded.
+    ///
+    /// # Errors
+    /// As [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for heads in groups.
+    #[track_caller]
+    pub fn scaled_dot_product_attention_math(
+        &self,
+        key: &Tensor,
+        value: &Tensor,
+        options: Attention<'_>,
+    ) -> Result<(Tensor, Tensor)> {
+        let op = "scaled_dot_product_attention_math";
+        let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
+        replaced!(op, tensors; || options.arguments().into());
+        invalid!(op if options.enable_gqa, "the weights of heads in groups are not given: expand keys and values");
+        check(op, self, key, value, options.attn_mask)?;
+        let scale = Some(options.scale.unwrap_or_else(|| default_scale(self.shape().dims()[self.rank() - 1])));
+        no_grad(|| attend_unblocked(op, [self, key, value], Attention { scale, ..options }))
     }
 
     /// Self-attention of all heads, from queries, keys and values as one projection gives them: `[.., L, 3 E]`, each of the
@@ -255,26 +280,12 @@ fn default_scale(width: usize) -> f64 {
 fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<Tensor> {
     let op = "scaled_dot_product_attention";
     cast_first!(lowered(op, &[q, k, v])?, |x| attend(&x[0], &x[1], &x[2], options));
-    same_dtype(op, &[q, k, v])?;
-    same_device(op, &[q, k, v])?;
-    q.dtype.check_float(op)?;
-    let mismatch =
-        |t: &Tensor, hint| Err(Error::ShapeMismatch { op, lhs: q.shape().clone(), rhs: t.shape().clone(), hint });
-    let ([.., width], [.., keys, key_width], [.., values, _]) = (q.shape().dims(), k.shape().dims(), v.shape().dims())
-    else {
-        return mismatch(k, "queries are [.., L, E], keys [.., S, E], values [.., S, V]");
-    };
-    if q.rank() < 2 || width != key_width {
-        return mismatch(k, "queries are [.., L, E] and keys [.., S, E]");
-    }
-    if keys != values {
-        return mismatch(v, "there are as many values as keys");
-    }
-    check_mask(op, q, options.attn_mask)?;
+    check(op, q, k, v, options.attn_mask)?;
     if options.enable_gqa {
         return grouped(op, [q, k, v], options);
     }
-    let options = Attention { scale: Some(options.scale.unwrap_or_else(|| default_scale(*width))), ..options };
+    let width = q.shape().dims()[q.rank() - 1];
+    let options = Attention { scale: Some(options.scale.unwrap_or_else(|| default_scale(width))), ..options };
     let tracked = autograd::is_tracked(&[q, k, v]);
     let Some(blocks) = Blocks::new([q, k, v], &options, tracked) else {
         return Ok(attend_unblocked(op, [q, k, v], options)?.0);
@@ -294,6 +305,26 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<
         let gradients = blocks.backward(op, inputs, options.attn_mask, &ctx.grad()?, slots, wanted)?;
         Ok(gradients.into_iter().collect())
     }))
+}
+
+/// The tensors of an attention.
+fn check(op: &'static str, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()> {
+    same_dtype(op, &[q, k, v])?;
+    same_device(op, &[q, k, v])?;
+    q.dtype.check_float(op)?;
+    let mismatch =
+        |t: &Tensor, hint| Err(Error::ShapeMismatch { op, lhs: q.shape().clone(), rhs: t.shape().clone(), hint });
+    let ([.., width], [.., keys, key_width], [.., values, _]) = (q.shape().dims(), k.shape().dims(), v.shape().dims())
+    else {
+        return mismatch(k, "queries are [.., L, E], keys [.., S, E], values [.., S, V]");
+    };
+    if q.rank() < 2 || width != key_width {
+        return mismatch(k, "queries are [.., L, E] and keys [.., S, E]");
+    }
+    if keys != values {
+        return mismatch(v, "there are as many values as keys");
+    }
+    check_mask(op, q, mask)
 }
 
 fn check_mask(op: &'static str, q: &Tensor, mask: Option<&Tensor>) -> Result<()> {

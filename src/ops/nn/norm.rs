@@ -5,6 +5,7 @@
 //! two where GPUs split long rows. Backward takes more launches for a weight that is not the same for a whole row.
 
 pub(crate) mod methods;
+pub(crate) mod native;
 
 use smallvec::SmallVec;
 

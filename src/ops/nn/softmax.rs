@@ -85,6 +85,8 @@ pub(crate) fn softmax_derivative(weights: &Tensor, grad: &Tensor) -> Result<Tens
 operations! {
     softmax(input: x, dim: int): NeuralNetwork, Floats -> Same, differentiable;
     log_softmax(input: x, dim: int): NeuralNetwork, Floats -> Same, differentiable;
+    softmax_backward(grad_output: x, output: x, dim: int) "_softmax_backward_data": NeuralNetwork, Floats -> Same;
+    log_softmax_backward(grad_output: x, output: x, dim: int) "_log_softmax_backward_data": NeuralNetwork, Floats -> Same;
     softmin(input: x, dim: int) functional: NeuralNetwork, Floats -> Same, differentiable;
     logsumexp(input: x, dim: dims, keepdim: bool = false): Reduction, Floats -> Same, differentiable;
 }
@@ -131,6 +133,45 @@ impl Tensor {
     #[track_caller]
     pub fn log_softmax(&self, dim: isize) -> Result<Tensor> {
         self.normalised("log_softmax", RowOp::LogSoftmax, RowOp::LogSoftmaxGrad, dim)
+    }
+
+    /// The gradient of [`Tensor::softmax`] from that of its result, which is this tensor, and the result (PyTorch's
+    /// `_softmax_backward_data`). Not recorded, one launch.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let p = Tensor::from_slice(&[0f32, 0.0], 2, Device::Cpu)?.softmax(0)?;
+    /// let grad = Tensor::from_slice(&[1f32, 0.0], 2, Device::Cpu)?;
+    /// assert_eq!(grad.softmax_backward(&p, 0)?.to_vec::<f32>()?, [0.25, -0.25]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::softmax`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
+    pub fn softmax_backward(&self, output: &Tensor, dim: isize) -> Result<Tensor> {
+        self.derivative("softmax_backward", RowOp::SoftmaxGrad, output, dim)
+    }
+
+    /// [`Tensor::softmax_backward`] of [`Tensor::log_softmax`] (PyTorch's `_log_softmax_backward_data`).
+    ///
+    /// # Errors
+    /// As that.
+    #[track_caller]
+    pub fn log_softmax_backward(&self, output: &Tensor, dim: isize) -> Result<Tensor> {
+        self.derivative("log_softmax_backward", RowOp::LogSoftmaxGrad, output, dim)
+    }
+
+    #[track_caller]
+    fn derivative(&self, op: &'static str, backward: RowOp, output: &Tensor, dim: isize) -> Result<Tensor> {
+        replaced!(op, [self, output], dim);
+        self.dtype.check_float(op)?;
+        same_dtype(op, &[self, output])?;
+        same_device(op, &[self, output])?;
+        mismatch!(op if self.shape() != output.shape(), self, output, "the gradient has the shape of the result");
+        let (y, grad) = (at_least_1d(&output.detach()), at_least_1d(&self.detach()));
+        let out = row_operation_along(backward, &y, Some(&grad), y.shape().dim(op, dim)?)?;
+        Ok(out.with_layout(Layout::contiguous(self.shape().clone())))
     }
 
     #[track_caller]

@@ -41,7 +41,7 @@ fn in_f32(inputs: &[&Tensor]) -> Result<Option<(SmallVec<[Tensor; 3]>, DType)>> 
 }
 
 /// Weight and bias of one number for each channel.
-fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tensor>]) -> Result<()> {
+pub(super) fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tensor>]) -> Result<()> {
     x.dtype.check_float(op)?;
     invalid!(op if x.rank() < 2, "the input is [N, C, ..], this one has shape {}", x.shape());
     for t in given.iter().flatten() {
@@ -51,7 +51,7 @@ fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tensor>]) -> Re
     Ok(())
 }
 
-fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Tensor>]) -> Result<()> {
+pub(super) fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Tensor>]) -> Result<()> {
     x.dtype.check_float(op)?;
     if shape.is_empty() || !x.shape().dims().ends_with(shape) {
         let hint = "the normalised shape is that of the input's last dims";
@@ -63,6 +63,34 @@ fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Te
         mismatch!(op if t.shape().dims() != shape, x, t, "weight and bias have the normalised shape");
     }
     Ok(())
+}
+
+/// [`Tensor::batch_norm`] by the statistics of the batch, which it gives too, recorded; the running ones are moved.
+pub(super) fn in_training(op: &'static str, x: &Tensor, options: BatchNormOptions) -> Result<(Tensor, Tensor)> {
+    let BatchNormOptions { running_mean, running_var, weight, bias, momentum, eps, .. } = options;
+    let channels = x.shape().dims()[1];
+    let n: usize = x.shape().dims().iter().enumerate().filter(|(d, _)| *d != 1).map(|(_, &n)| n).product();
+    invalid!(op if n == 1, "shape {} has one element a channel, which has no variance", x.shape());
+    let statistics = View::Batch.statistics(x)?;
+    let out = normalised(op, (x, &statistics), View::Batch, weight, bias, eps, false)?;
+    let unbiased = n as f64 / (n as f64 - 1.0);
+    let scalars = [Scalar::Float(momentum), Scalar::Float(1.0 - momentum), Scalar::Float(momentum * unbiased)];
+    let [mean, var] = unbind(op, &statistics)?;
+    let (mean, var) = (mean.reshape([channels])?, var.reshape([channels])?);
+    if n > 0 {
+        let update = || match (running_mean, running_var) {
+            (Some(m), Some(v)) => Tensor::map_into(&[m, v, &mean, &var], &scalars, &[m, v], |x, s| {
+                vec![&s[1] * &x[0] + &s[0] * &x[2], &s[1] * &x[1] + &s[2] * &x[3]]
+            }),
+            (Some(m), None) => {
+                Tensor::map_into(&[m, &mean], &scalars, &[m], |x, s| vec![&s[1] * &x[0] + &s[0] * &x[1]])
+            }
+            (None, Some(v)) => Tensor::map_into(&[v, &var], &scalars, &[v], |x, s| vec![&s[1] * &x[0] + &s[2] * &x[1]]),
+            (None, None) => Ok(()),
+        };
+        no_grad(update).named(op)?;
+    }
+    Ok((out, statistics))
 }
 
 impl Tensor {
@@ -205,31 +233,8 @@ impl Tensor {
         check_channels(op, self, &[weight, bias, running_mean, running_var])?;
         same_dtype(op, &inputs)?;
         let channels = self.shape().dims()[1];
-        let n: usize = self.shape().dims().iter().enumerate().filter(|(d, _)| *d != 1).map(|(_, &n)| n).product();
         if training {
-            invalid!(op if n == 1, "shape {} has one element a channel, which has no variance", self.shape());
-            let statistics = View::Batch.statistics(self)?;
-            let out = normalised(op, (self, &statistics), View::Batch, weight, bias, eps, false)?;
-            let unbiased = n as f64 / (n as f64 - 1.0);
-            let scalars = [Scalar::Float(momentum), Scalar::Float(1.0 - momentum), Scalar::Float(momentum * unbiased)];
-            let [mean, var] = unbind(op, &statistics)?;
-            let (mean, var) = (mean.reshape([channels])?, var.reshape([channels])?);
-            if n > 0 {
-                let update = || match (running_mean, running_var) {
-                    (Some(m), Some(v)) => Tensor::map_into(&[m, v, &mean, &var], &scalars, &[m, v], |x, s| {
-                        vec![&s[1] * &x[0] + &s[0] * &x[2], &s[1] * &x[1] + &s[2] * &x[3]]
-                    }),
-                    (Some(m), None) => {
-                        Tensor::map_into(&[m, &mean], &scalars, &[m], |x, s| vec![&s[1] * &x[0] + &s[0] * &x[1]])
-                    }
-                    (None, Some(v)) => {
-                        Tensor::map_into(&[v, &var], &scalars, &[v], |x, s| vec![&s[1] * &x[0] + &s[2] * &x[1]])
-                    }
-                    (None, None) => Ok(()),
-                };
-                no_grad(update).named(op)?;
-            }
-            return Ok(out);
+            return in_training(op, self, options).map(|(out, _)| out);
         }
         let (Some(mean), Some(var)) = (running_mean, running_var) else {
             return Err(Error::invalid(op, "where it is not training it needs the running mean and variance"));

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Training steps and forward passes of networks on claystone beside PyTorch's CPU, in turns in one process.
+
+    python benches/steps.py [--rounds 9] [--only resnet18,lstm]
+
+Times are medians in milliseconds: of the wall, and in brackets of all processors together."""
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import claystone_torch
+
+
+class Mnist(nn.Module):
+    """The network of examples/mnist.py."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3, padding=1), nn.Conv2d(32, 64, 3, padding=1)
+        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
+        self.fc1, self.fc2 = nn.Linear(64 * 4 * 4, 128), nn.Linear(128, 10)
+
+    def forward(self, x):
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        x = torch.flatten(self.dropout1(F.max_pool2d(x, 2)), 1)
+        return self.fc2(self.dropout2(F.relu(self.fc1(x))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 128, num_layers=2, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def resnet18():
+    import torchvision
+
+    return torchvision.models.resnet18(num_classes=10)
+
+
+def vit():
+    import torchvision
+
+    return torchvision.models.VisionTransformer(32, 4, 12, 3, 192, 768, num_classes=10)
+
+
+def gpt2():
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=4, vocab_size=8192, n_positions=128, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+                                     bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+def classes(model, x):
+    return F.cross_entropy(model(x), torch.arange(len(x), device=x.device) % 10)
+
+
+def sentences(model, x):
+    return model(input_ids=x, labels=x).loss
+
+
+# Name, network, input, loss, optimiser.
+CASES = {
+    "mlp": (mlp, lambda: torch.randn(64, 784), classes, lambda p: torch.optim.SGD(p, lr=0.01)),
+    "mnist": (Mnist, lambda: torch.randn(64, 1, 8, 8), classes, lambda p: torch.optim.Adadelta(p, lr=1.0)),
+    "resnet18": (resnet18, lambda: torch.randn(16, 3, 32, 32), classes, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)),
+    "vit": (vit, lambda: torch.randn(8, 3, 32, 32), classes, lambda p: torch.optim.AdamW(p, lr=1e-3)),
+    "gpt2": (gpt2, lambda: torch.randint(8192, (2, 128)), sentences, lambda p: torch.optim.AdamW(p, lr=1e-3)),
+    "lstm": (Recurrent, lambda: torch.randn(16, 32, 64), classes, lambda p: torch.optim.Adam(p, lr=1e-3)),
+}
+
+
+class Run:
+    def __init__(self, device, make, data, loss, optimiser):
+        torch.manual_seed(0)
+        self.model, self.x, self.loss = make().to(device), data().to(device), loss
+        self.optimiser = optimiser(self.model.parameters())
+
+    def step(self):
+        self.optimiser.zero_grad()
+        loss = self.loss(self.model, self.x)
+        loss.backward()
+        self.optimiser.step()
+        return loss.item()
+
+    def forward(self):
+        with torch.no_grad():
+            return self.loss(self.model, self.x).item()
+
+
+def timed(function):
+    wall, processor = time.perf_counter(), time.process_time()
+    function()
+    torch.claystone.synchronize()
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default=",".join(CASES))
+    arguments = parser.parse_args()
+    print(f"claystone:0 is {torch.claystone.get_device_name(0)}, {torch.get_num_threads()} threads of PyTorch")
+    print("| network | step: claystone | CPU | ratio | forward: claystone | CPU | ratio |\n|---|---|---|---|---|---|---|", flush=True)
+    for name in arguments.only.split(","):
+        runs = {device: Run(device, *CASES[name]) for device in ("claystone", "cpu")}
+        cells = []
+        for what in ("step", "forward"):
+            times = {device: [] for device in runs}
+            for round in range(arguments.rounds + 2):
+                for device, run in runs.items():
+                    measured = timed(getattr(run, what))
+                    if round >= 2:
+                        times[device].append(measured)
+            median = {device: [1e3 * statistics.median(column) for column in zip(*given)] for device, given in times.items()}
+            cells += [f"{wall:.1f} ({processor:.1f})" for wall, processor in median.values()]
+            ratios = [ours[0] / theirs[0] for ours, theirs in zip(times["claystone"], times["cpu"])]
+            cells.append(f"{statistics.median(ratios):.2f}")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+    if claystone_torch.fallbacks():
+        print("on the CPU ran:", claystone_torch.fallbacks())
+
+
+if __name__ == "__main__":
+    main()

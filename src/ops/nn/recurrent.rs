@@ -1,0 +1,111 @@
+//! A step of an LSTM from the sums of its gates, with what its gradient is made of: for whoever keeps that himself, as PyTorch's autograd
+//! does. The layers of `nn` are made of other operations.
+
+use smallvec::SmallVec;
+
+use crate::ops::dispatch::prelude::*;
+use crate::{Expr, Result, Tensor, no_grad};
+
+/// `[N, H]` from `[N, 4 H]`.
+fn check(op: &'static str, gates: &Tensor, others: &[&Tensor]) -> Result<()> {
+    gates.dtype.check_float(op)?;
+    for t in others {
+        same_dtype(op, &[gates, t])?;
+        same_device(op, &[gates, t])?;
+        mismatch!(op if gates.rank() != 2 || t.rank() != 2 || t.shape().dims()[0] != gates.shape().dims()[0]
+            || 4 * t.shape().dims()[1] != gates.shape().dims()[1], gates, t, "gates are [N, 4 H] and states [N, H]");
+    }
+    Ok(())
+}
+
+impl Tensor {
+    /// The hidden state, the cell state and the gates (input, forget, new, output: `[N, 4 H]`) of an LSTM after a step, from the input's
+    /// part of the gates' sums, which is this tensor, the hidden state's, both `[N, 4 H]`, the cell state `[N, H]` and biases `[4 H]`
+    /// (PyTorch's `_thnn_fused_lstm_cell`). Not recorded: [`Tensor::fused_lstm_cell_backward`] makes the gradients. Three launches.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let (sums, c) = (Tensor::zeros(&[1, 4], Device::Cpu)?, Tensor::ones(&[1, 1], Device::Cpu)?);
+    /// let (h, next, gates) = sums.fused_lstm_cell(&sums, &c, None, None)?;
+    /// assert_eq!(gates.to_vec::<f32>()?, [0.5, 0.5, 0.0, 0.5]);
+    /// assert_eq!((next.item::<f32>()?, h.item::<f32>()?), (0.5, 0.5 * 0.5f32.tanh()));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`], [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    #[track_caller]
+    pub fn fused_lstm_cell(
+        &self,
+        hidden_gates: &Tensor,
+        cx: &Tensor,
+        input_bias: Option<&Tensor>,
+        hidden_bias: Option<&Tensor>,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        let op = "fused_lstm_cell";
+        replaced!(op, [Some(self), Some(hidden_gates), Some(cx), input_bias, hidden_bias]);
+        check(op, self, &[cx])?;
+        check(op, hidden_gates, &[cx])?;
+        let parts: SmallVec<[&Tensor; 4]> =
+            [self, hidden_gates].into_iter().chain(input_bias).chain(hidden_bias).collect();
+        no_grad(|| {
+            let sum = |e: &[Expr]| e[1..].iter().fold(e[0].clone(), |sum, part| sum + part);
+            let sums = Tensor::map(&parts, sum).named(op)?.chunk(4, 1)?;
+            let made = (0..6).map(|_| cx.empty_like()).collect::<Result<Vec<_>>>()?;
+            let read: SmallVec<[&Tensor; 5]> = sums.iter().chain([cx]).collect();
+            let written: Vec<&Tensor> = made.iter().collect();
+            Tensor::map_into(&read, &[], &written, |e, _| {
+                let [i, f, g, o] = [e[0].sigmoid(), e[1].sigmoid(), e[2].tanh(), e[3].sigmoid()];
+                let c = &f * &e[4] + &i * &g;
+                vec![&o * c.tanh(), c, i, f, g, o]
+            })
+            .named(op)?;
+            Ok((made[0].shallow_clone(), made[1].shallow_clone(), Tensor::cat(&made[2..], 1)?))
+        })
+    }
+
+    /// The gradients of [`Tensor::fused_lstm_cell`] in the sums of the gates, `[N, 4 H]`, and in the cell state before the step, which is
+    /// this tensor, from what that gave and the gradients of the states after the step, zeros where they are left out (PyTorch's
+    /// `_thnn_fused_lstm_cell_backward_impl`). Not recorded. Two launches.
+    ///
+    /// # Errors
+    /// As that.
+    #[track_caller]
+    pub fn fused_lstm_cell_backward(
+        &self,
+        cy: &Tensor,
+        gates: &Tensor,
+        grad_hy: Option<&Tensor>,
+        grad_cy: Option<&Tensor>,
+    ) -> Result<(Tensor, Tensor)> {
+        let op = "fused_lstm_cell_backward";
+        replaced!(op, [Some(self), Some(cy), Some(gates), grad_hy, grad_cy]);
+        let given: SmallVec<[&Tensor; 2]> = grad_hy.into_iter().chain(grad_cy).collect();
+        check(op, gates, &[self, cy])?;
+        check(op, gates, &given)?;
+        no_grad(|| {
+            let (made, parts) = ((0..5).map(|_| self.empty_like()).collect::<Result<Vec<_>>>()?, gates.chunk(4, 1)?);
+            let read: SmallVec<[&Tensor; 8]> = parts.iter().chain([self, cy]).chain(given.iter().copied()).collect();
+            let written: Vec<&Tensor> = made.iter().collect();
+            Tensor::map_into(&read, &[], &written, |e, _| {
+                let one = || Expr::constant(1.0);
+                let (sigmoid, tanh) = (|y: &Expr| y * (one() - y), |y: &Expr| one() - y * y);
+                let [i, f, g, o] = [&e[0], &e[1], &e[2], &e[3]];
+                let h = grad_hy.map_or(Expr::constant(0.0), |_| e[6].clone());
+                let c = grad_cy.map_or(Expr::constant(0.0), |_| e[5 + given.len()].clone());
+                let bent = e[5].tanh();
+                let c = c + &h * o * tanh(&bent);
+                vec![&c * g * sigmoid(i), &c * &e[4] * sigmoid(f), &c * i * tanh(g), &h * &bent * sigmoid(o), &c * f]
+            })
+            .named(op)?;
+            Ok((Tensor::cat(&made[..4], 1)?, made[4].shallow_clone()))
+        })
+    }
+}
+
+operations! {
+    fused_lstm_cell(input_gates: x, hidden_gates: x, cx: x, input_bias: x?, hidden_bias: x?) "_thnn_fused_lstm_cell":
+        NeuralNetwork, Floats -> Same;
+    fused_lstm_cell_backward(cx: x, cy: x, gates: x, grad_hy: x?, grad_cy: x?) "_thnn_fused_lstm_cell_backward_impl":
+        NeuralNetwork, Floats -> Same;
+}
