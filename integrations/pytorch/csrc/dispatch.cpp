@@ -6,6 +6,7 @@
 #include "functions.h"
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
@@ -23,7 +24,7 @@ namespace {
 struct Alternative {
     std::optional<Program> condition;
     Program program;
-    bool elementwise;
+    bool elementwise, apart;
 };
 
 struct Row {
@@ -115,13 +116,14 @@ void fall_back(const c10::OperatorHandle& handle, torch::jit::Stack* stack, cons
 // Fills the scope with the arguments, and says which device they are on.
 Scope scope_of(const Operator& op, size_t size, const torch::jit::Stack& stack, size_t base) {
     Scope scope;
-    std::optional<c10::Device> device;
+    std::optional<c10::Device> device, other;
     const auto look = [&](const at::Tensor& tensor) {
         if (is_ours(tensor)) {
-            TORCH_CHECK(!device || *device == tensor.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
-                *device, " and ", tensor.device(), "!");
+            other = device && *device != tensor.device() ? device : other;
             device = tensor.device();
             scope.wide |= tensor.scalar_type() == at::kDouble;
+        } else if (tensor.defined() && tensor.dim() > 0) { // one without dimensions is a number, wherever it is
+            other = tensor.device();
         }
     };
     for (size_t i = base; i < base + size; i++) {
@@ -133,6 +135,7 @@ Scope scope_of(const Operator& op, size_t size, const torch::jit::Stack& stack, 
             }
         }
     }
+    TORCH_CHECK(!device || !other, "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ", *other, "!");
     scope.device = claystone_device(device ? device->index() : current_device());
     return scope;
 }
@@ -210,8 +213,11 @@ bool shares_with_arguments(const TensorHandle& result, const Scope& scope, size_
     return false;
 }
 
-void write(const at::Tensor& target, const TensorHandle& result, bool in_place, const Scope& scope, size_t arguments) {
+void write(const at::Tensor& target, const TensorHandle& result, bool in_place, bool elementwise, const Scope& scope, size_t arguments) {
     const auto made = info(result);
+    if (!in_place && !elementwise && torch_dtype(made.tensor.dtype) != target.scalar_type()) {
+        throw Refused("the result does not have the dtype of the tensor it is for");
+    }
     if (!at::canCast(torch_dtype(made.tensor.dtype), target.scalar_type())) {
         throw Refused("the result does not fit into the dtype of the tensor it is for");
     }
@@ -282,6 +288,24 @@ void run_each(const Operator& op, const c10::OperatorHandle& handle, torch::jit:
     handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
 }
 
+// Raises where a tensor for a result has several elements in one place, or is apart by the row and shares memory with an argument.
+void check_overlap(const Operator& op, const torch::jit::Stack& stack, size_t base, const at::Tensor& output) {
+    at::assert_no_internal_overlap(output);
+    if (!op.row->alternatives[0].apart) {
+        return;
+    }
+    for (const size_t position : op.arguments) {
+        const auto& argument = stack[base + position];
+        if (argument.isTensor()) {
+            at::assert_no_overlap(output, argument.toTensor());
+        } else if (argument.isTensorList()) {
+            for (const c10::IValue& tensor : argument.toListRef()) {
+                at::assert_no_overlap(output, tensor.toTensor());
+            }
+        }
+    }
+}
+
 // Runs the row's program. Nothing was written, and the stack is as it was, where it is refused.
 void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stack* stack) {
     const size_t size = schema.arguments().size(), base = stack->size() - size;
@@ -305,6 +329,12 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
             throw Refused("claystone has no tensors such as that which is written");
         }
         outputs.push_back(output.toTensor());
+        if (!op.in_place) {
+            check_overlap(op, *stack, base, outputs.back());
+            const auto overlap = at::get_overlap_status(outputs[0], outputs.back());
+            TORCH_CHECK_VALUE(outputs.size() == 1 || (overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial),
+                "the out= tensors of ", op.name, " must not overlap");
+        }
         scope.wide |= outputs.back().scalar_type() == at::kDouble;
     }
     if (!outputs.empty()) {
@@ -349,7 +379,7 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
                 continue;
             }
             const auto result = results[i].is_number() ? tensor_of(results[i], scope) : std::get<TensorHandle>(results[i]);
-            write(outputs[i], result, op.in_place, scope, arguments);
+            write(outputs[i], result, op.in_place, is_elementwise, scope, arguments);
         }
     }
     stack->resize(base);
@@ -433,7 +463,7 @@ void add_row(const std::string& name, const std::vector<RowText>& texts) {
         if (!text.condition.empty()) {
             condition = parse(text.condition, arguments);
         }
-        row.alternatives.push_back({std::move(condition), parse(text.program, arguments), text.elementwise});
+        row.alternatives.push_back({std::move(condition), parse(text.program, arguments), text.elementwise, text.apart});
     }
     row.writes_itself = writes_itself(row.alternatives[0].program);
     TORCH_CHECK(rows.emplace(key, std::move(row)).second, "operators.toml: ", name, " has two rows");

@@ -10,7 +10,7 @@ namespace claystone_torch {
 // One program of a row: it is run where the condition holds; an empty one always does.
 struct RowText {
     std::string condition, program;
-    bool elementwise;
+    bool elementwise, apart;
 };
 
 // Adds the row of an operator, named as `add.Tensor`; it is that of its form in place and of that with `out` as well.

@@ -1,7 +1,9 @@
 // The functions and infix operators of programs.
 #include "functions.h"
 
+#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Half.h>
 
 #include <cmath>
 #include <map>
@@ -31,8 +33,12 @@ ClaystoneDtype dtype(const Value& value) {
     return *found;
 }
 
+bool is_half(ClaystoneDtype dtype) {
+    return dtype == CLAYSTONE_DTYPE_F16 || dtype == CLAYSTONE_DTYPE_BF16;
+}
+
 bool is_float(ClaystoneDtype dtype) {
-    return dtype == CLAYSTONE_DTYPE_F32 || dtype == CLAYSTONE_DTYPE_F16 || dtype == CLAYSTONE_DTYPE_BF16 || dtype == CLAYSTONE_DTYPE_F64;
+    return dtype == CLAYSTONE_DTYPE_F32 || dtype == CLAYSTONE_DTYPE_F64 || is_half(dtype);
 }
 
 const std::map<std::string, Function> FUNCTIONS = {
@@ -70,9 +76,16 @@ const std::map<std::string, Function> FUNCTIONS = {
      }},
     // A tensor of halves in f32, for what is computed in several steps; others as they are.
     {"wide", [](const Arguments& a) -> Value {
-         const auto given = dtype(a[0]);
-         const bool half = given == CLAYSTONE_DTYPE_F16 || given == CLAYSTONE_DTYPE_BF16;
-         return half ? Value(converted(tensor(a[0]), CLAYSTONE_DTYPE_F32)) : a[0];
+         return is_half(dtype(a[0])) ? Value(converted(tensor(a[0]), CLAYSTONE_DTYPE_F32)) : a[0];
+     }},
+    {"is_half", [](const Arguments& a) -> Value { return is_half(dtype(a[0])); }},
+    // A number as it is in a dtype of halves.
+    {"rounded", [](const Arguments& a) -> Value {
+         switch (dtype(a[1])) {
+             case CLAYSTONE_DTYPE_F16: return double(c10::Half(float(a[0].number())));
+             case CLAYSTONE_DTYPE_BF16: return double(c10::BFloat16(float(a[0].number())));
+             default: return a[0];
+         }
      }},
     // The first value that is there.
     {"either", [](const Arguments& a) -> Value { return a[0].is_none() ? a[1] : a[0]; }},

@@ -10,10 +10,10 @@ namespace py = pybind11;
 using namespace claystone_torch;
 
 PYBIND11_MODULE(_C, module) {
-    module.def("add_row", [](const std::string& name, const std::vector<std::tuple<std::string, std::string, bool>>& alternatives) {
+    module.def("add_row", [](const std::string& name, const std::vector<std::tuple<std::string, std::string, bool, bool>>& alternatives) {
         std::vector<RowText> texts;
-        for (const auto& [condition, program, elementwise] : alternatives) {
-            texts.push_back({condition, program, elementwise});
+        for (const auto& [condition, program, elementwise, apart] : alternatives) {
+            texts.push_back({condition, program, elementwise, apart});
         }
         add_row(name, texts);
     });
