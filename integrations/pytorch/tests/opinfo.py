@@ -2,8 +2,20 @@
 """PyTorch's own samples of every operator, on claystone beside PyTorch's CPU.
 
     opinfo.py                                all entries of torch.testing._internal's op_db, f32, forward and gradient
-    opinfo.py --dtype float16 --entries 'nn.functional.*'
-    opinfo.py --table results.json           a table of what an earlier run wrote
+    opinfo.py --dtype float16 int64 --entries 'nn.functional.*'
+    opinfo.py --dtype errors                 the calls that each entry has to refuse, with PyTorch's exception and message
+    opinfo.py --json results.json            keeps the results of these dtypes beside those of others in the file
+    opinfo.py --dtype --json results.json --write-table coverage.md    runs nothing, and writes a table of what is kept
+
+Tolerances are those of PyTorch's own device tests:
+- float32, complex64: 1e-4, absolute and relative. `test_compare_cpu` of PyTorch's test_ops.py, which compares a device with the CPU in one
+  dtype of an entry, float32 where there is one, takes 1e-3; that of its XPU tests took 1e-4.
+- other dtypes: those of `torch.testing.assert_close`, which `TestCase.assertEqual` takes: float16 1e-3 relative, bfloat16 1.6e-2, both 1e-5
+  absolute.
+- An entry's own `toleranceOverride` and `precisionOverride` widen both, where they are for tests that compare values of a device
+  (DEVICE_TESTS), not for compilers and decompositions.
+- In halves a result beyond that passes where it is no farther from the same in f64 than that of PyTorch's CPU is: `test_python_ref`.
+- Errors are matched as in `test_errors`.
 
 Entries run in processes of their own: one that crashes or hangs is a line of the table, and the next one goes on. The last line has the
 counts; the exit status says whether one crashed, hung, or was wrong and is not named in known_failures.toml.
@@ -21,8 +33,8 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-# Absolute and relative tolerance, in the manner of PyTorch's test_compare_cpu, which has 1e-4 for floats of 32 bits.
-TOLERANCES = {"float32": (1e-4, 1e-4), "float16": (5e-3, 5e-3), "bfloat16": (3e-2, 3e-2)}
+# Classes of PyTorch's tests that compare a device's values.
+DEVICE_TESTS = {None, "TestCommon", "TestConsistency", "TestUnaryUfuncs", "TestBinaryUfuncsDevice", "TestReductions", "TestMasked"}
 # Where elements are equal, as they rarely are in f32, which of their indices comes first is unspecified, and so is whose gradient flows.
 TIES = {"argsort", "kthvalue", "max.reduction_with_dim", "median", "min.reduction_with_dim", "mode", "nanmedian", "sort", "topk"}
 # Their values are random or unspecified: only shapes, dtypes and strides of what they give are compared.
@@ -78,8 +90,34 @@ def compute(op, sample, device):
     return result, gradients
 
 
-def check(found, expected, only_kind, exact, ties):
-    """Raises where two trees of results differ: `exact` is the same in f64, or None."""
+def overrides(op, dtype):
+    """The widest absolute and relative tolerance that an entry asks for in tests of devices."""
+    from torch.testing._internal.common_device_type import precisionOverride, toleranceOverride
+    from torch.testing._internal.opinfo.core import DecorateInfo
+
+    atol, rtol = 0, 0
+    for info in op.decorators:
+        if isinstance(info, DecorateInfo):
+            if info.cls_name not in DEVICE_TESTS or (info.dtypes is not None and dtype not in info.dtypes):
+                continue
+        for one in info.decorators if isinstance(info, DecorateInfo) else [info]:
+            if isinstance(one, toleranceOverride) and dtype in one.d:
+                atol, rtol = max(atol, one.d[dtype].atol), max(rtol, one.d[dtype].rtol)
+            elif isinstance(one, precisionOverride) and dtype in one.d:
+                atol = max(atol, one.d[dtype])
+    return atol, rtol
+
+
+def tolerances(result_dtype, wider):
+    import torch
+    from torch.testing._comparison import default_tolerances
+
+    rtol, atol = (1e-4, 1e-4) if result_dtype in (torch.float32, torch.complex64) else default_tolerances(result_dtype)
+    return max(atol, wider[0]), max(rtol, wider[1])
+
+
+def check(found, expected, only_kind, exact, ties, wider):
+    """Raises where two trees of results differ: `exact` is the same in f64, or None; `wider` is the entry's own tolerance."""
     import torch
 
     def leaves(tree):
@@ -99,7 +137,7 @@ def check(found, expected, only_kind, exact, ties):
             continue
         if y.layout != torch.strided:
             x, y, z = x.to_dense(), y.to_dense(), z.to_dense()
-        tolerance = TOLERANCES.get(str(y.dtype).removeprefix("torch."), (1e-7, 1e-7)) if y.is_floating_point() or y.is_complex() else (0, 0)
+        tolerance = tolerances(y.dtype, wider)
         try:
             torch.testing.assert_close(x, y, atol=tolerance[0], rtol=tolerance[1], equal_nan=True)
         except AssertionError:
@@ -131,7 +169,44 @@ def compare(op, name, sample, found, expected, dtype):
         except Exception:
             pass  # not in f64
     for i in range(2):
-        check(found[i], expected[i], only_kind or (ties and i == 1), exact and exact[i], ties)
+        check(found[i], expected[i], only_kind or (ties and i == 1), exact and exact[i], ties, overrides(op, dtype))
+
+
+def expects_errors(op):
+    """Whether PyTorch's own test of an entry's errors runs, and is expected to pass."""
+    import torch
+
+    test = lambda: None
+    for decorator in op.get_decorators("TestCommon", "test_errors", "cpu", torch.float32, {}):
+        test = decorator(test)
+    return not getattr(test, "__unittest_skip__", False) and not getattr(test, "__unittest_expecting_failure__", False)
+
+
+def run_errors(op, name, limit):
+    """Every call that an entry has to refuse, and whether it did with the exception and the message that the entry names."""
+    import re
+
+    import torch
+
+    result = {"passed": 0, "failed": 0, "skipped": 0, "no_row": [], "refused": {}, "failures": []}
+    if op.error_inputs_func is None or not expects_errors(op):
+        return None
+    for number, one in zip(range(limit), op.error_inputs("claystone")):
+        sample = one.sample_input
+        try:
+            returned = op(sample.input, *sample.args, **sample.kwargs)
+            torch.claystone.synchronize()
+            failure = None if returned is NotImplemented else "nothing is raised"  # Python raises where an operator gives that
+        except Exception as error:
+            right = isinstance(error, one.error_type) and re.search(one.error_regex, str(error))
+            failure = None if right else f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if failure is None:
+            result["passed"] += 1
+        else:
+            result["failed"] += 1
+            if len(result["failures"]) < 3:
+                result["failures"].append(f"sample {number}: {failure[:150]}, not {getattr(one.error_type, '__name__', one.error_type)}: {one.error_regex}"[:400])
+    return result
 
 
 def run_entry(op, name, dtype_name, limit):
@@ -139,6 +214,8 @@ def run_entry(op, name, dtype_name, limit):
 
     import claystone_torch
 
+    if dtype_name == "errors":
+        return run_errors(op, name, limit)
     dtype = getattr(torch, dtype_name)
     result = {"passed": 0, "failed": 0, "skipped": 0, "no_row": [], "refused": {}, "failures": []}
     if dtype not in op.dtypes:
@@ -183,14 +260,14 @@ def worker(arguments):
         if position < arguments.start or (position - arguments.start) % arguments.step:
             continue
         print(json.dumps({"position": position, "begins": name}), flush=True)
-        print(json.dumps({"position": position, "name": name, "result": run_entry(op, name, arguments.dtype, arguments.samples)}), flush=True)
+        print(json.dumps({"position": position, "name": name, "result": run_entry(op, name, arguments.dtype[0], arguments.samples)}), flush=True)
 
 
-def shard(arguments, first, step, results, lock):
+def shard(arguments, dtype, first, results, lock):
     """Runs every `step`th entry from the first one on, in a process that is begun anew behind an entry that ended it."""
-    start = first
+    start, step = first, arguments.jobs
     while True:
-        command = [sys.executable, __file__, "--worker", "--start", str(start), "--step", str(step), "--dtype", arguments.dtype,
+        command = [sys.executable, __file__, "--worker", "--start", str(start), "--step", str(step), "--dtype", dtype,
                    "--samples", str(arguments.samples), "--entries", *arguments.entries]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         current, hung = None, threading.Event()
@@ -262,33 +339,65 @@ def table(results, dtype):
     return not unknown and not counts["crash"]
 
 
+def write_table(runs, path):
+    """All entries, and per dtype what became of them."""
+    dtypes = [d for d in ("float32", "float16", "bfloat16", "int64", "bool", "errors") if d in runs]
+    lines = [
+        "# PyTorch's database of operators on claystone", "",
+        "Each entry of `op_db`, and per dtype: `row` (claystone computed all), `partly` (it refused some calls, which PyTorch's CPU took), `fallback` (an",
+        "operator without a row is involved), `none` (no sample that PyTorch's CPU computes), `fails a/b` (a of b samples; the reasons are in",
+        "[known_failures.toml](known_failures.toml)), empty (not of that dtype). `errors` are calls that the entry has to refuse. Written by",
+        "`opinfo.py --write-table`.", "",
+        "| entry | " + " | ".join(dtypes) + " | without a row |", "|---" * (2 + len(dtypes)) + "|",
+    ]
+
+    def cell(result, dtype):
+        if result is None:
+            return ""
+        what = kind(result)
+        if what == "fails":
+            return f"fails {result['failed']}/{result['failed'] + result['passed']}"
+        return "raises" if dtype == "errors" and what == "row" else what
+
+    for name in sorted({name for results in runs.values() for name in results}):
+        found = {d: runs[d].get(name) for d in dtypes}
+        missing = sorted({operator for result in found.values() if result for operator in result["no_row"]})
+        lines.append(f"| {name} | " + " | ".join(cell(found[d], d) for d in dtypes) + f" | {' '.join(missing)} |")
+    path.write_text("\n".join(lines) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", nargs="*", default=["float32"], help="dtypes, and `errors`, run one after the other")
     parser.add_argument("--entries", nargs="*", default=["*"], help="patterns of names")
     parser.add_argument("--samples", type=int, default=1000, help="at most so many of each entry")
     parser.add_argument("--seconds", type=int, default=300, help="for one entry")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", help="where the results are written to")
-    parser.add_argument("--table", help="prints this file of results instead")
+    parser.add_argument("--json", help="a file whose results of these dtypes are replaced")
+    parser.add_argument("--write-table", help="where a table of all results that there are, those of --json included, is written to")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         return worker(arguments)
-    if arguments.table:
-        return table(json.loads(Path(arguments.table).read_text()), arguments.dtype)
-    results, lock, begun = {}, threading.Lock(), time.time()
-    shards = [threading.Thread(target=shard, args=(arguments, i, arguments.jobs, results, lock)) for i in range(arguments.jobs)]
-    for one in shards:
-        one.start()
-    for one in shards:
-        one.join()
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(results, indent=1, sort_keys=True))
-    good = table(results, arguments.dtype)
-    print(f"{time.time() - begun:.0f} s")
+    kept = Path(arguments.json) if arguments.json else None
+    runs = json.loads(kept.read_text()) if kept and kept.exists() else {}
+    good = True
+    for dtype in arguments.dtype:
+        results, lock, begun = {}, threading.Lock(), time.time()
+        shards = [threading.Thread(target=shard, args=(arguments, dtype, i, results, lock)) for i in range(arguments.jobs)]
+        for one in shards:
+            one.start()
+        for one in shards:
+            one.join()
+        good &= table(results, dtype)
+        print(f"{time.time() - begun:.0f} s")
+        runs[dtype] = results
+        if kept:
+            kept.write_text(json.dumps(runs, indent=1, sort_keys=True))
+    if arguments.write_table:
+        write_table(runs, Path(arguments.write_table))
     sys.exit(0 if good else 1)
 
 
