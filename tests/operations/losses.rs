@@ -293,11 +293,17 @@ fn saturated_probabilities() {
 fn labels_that_are_ignored_or_do_not_exist() {
     each_device(|device| {
         let x = Tensor::arange(0, 6, 1, device).unwrap().mul_scalar(-1).unwrap().reshape([2, 3]).unwrap();
+        let mut x = x.to_dtype(DType::F32).unwrap().detach();
+        x = x.requires_grad_(true).unwrap();
         let weight = Tensor::from_slice(&[1f32, 2.0, 3.0], 3, device).unwrap();
         let weighted = CrossEntropy { weight: Some(&weight), label_smoothing: 0.1, ..CrossEntropy::default() };
         let ignored = Tensor::from_slice(&[-100i64, -100], 2, device).unwrap();
         for options in [CrossEntropy::default(), weighted] {
-            assert!(x.cross_entropy_with(&ignored, options).unwrap().item::<f32>().unwrap().is_nan(), "of none");
+            let loss = x.cross_entropy_with(&ignored, options).unwrap();
+            assert!(loss.item::<f32>().unwrap().is_nan(), "of none");
+            loss.backward().unwrap();
+            assert_eq!(f64s(&x.grad().unwrap()).sum(), 0.0, "{options:?} on {device}");
+            x.zero_grad();
             let sum = CrossEntropy { reduction: LossReduction::Sum, ..options };
             assert_eq!(x.cross_entropy_with(&ignored, sum).unwrap().item::<f32>().unwrap(), 0.0);
             let wrong = Tensor::from_slice(&[0i64, 3], 2, device).unwrap();

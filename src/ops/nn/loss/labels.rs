@@ -200,5 +200,9 @@ fn label_losses(op: &'static str, log: &Tensor, labels: &Tensor, options: CrossE
     // Half precision would round the count.
     let wide = if dtype.size() < 4 { crate::DType::F32 } else { dtype };
     let shares = formula(op, &inputs, wide, &share, |i| share.diff(i))?.sum((), false)?;
-    losses.sum((), false)?.to_dtype(wide)?.div(&shares)?.to_dtype(dtype)
+    let sum = losses.sum((), false)?.to_dtype(wide)?;
+    // The mean of no label is NaN, and its gradient zero, as in PyTorch.
+    let mean = |sum: Expr| sum / Expr::input(1);
+    let mean = Expr::input(1).eq(0.0).select(mean(Expr::input(2)), mean(Expr::input(0)));
+    formula(op, &[&sum, &shares, &sum.detach()], wide, &mean, |i| mean.diff(i))?.to_dtype(dtype)
 }
