@@ -291,17 +291,11 @@ void run_each(const Operator& op, const c10::OperatorHandle& handle, torch::jit:
 // Raises where a tensor for a result has several elements in one place, or is apart by the row and shares memory with an argument.
 void check_overlap(const Operator& op, const torch::jit::Stack& stack, size_t base, const at::Tensor& output) {
     at::assert_no_internal_overlap(output);
-    if (!op.row->alternatives[0].apart) {
-        return;
-    }
-    for (const size_t position : op.arguments) {
-        const auto& argument = stack[base + position];
-        if (argument.isTensor()) {
-            at::assert_no_overlap(output, argument.toTensor());
-        } else if (argument.isTensorList()) {
-            for (const c10::IValue& tensor : argument.toListRef()) {
-                at::assert_no_overlap(output, tensor.toTensor());
-            }
+    for (size_t i = 0; op.row->alternatives[0].apart && i < op.arguments.size(); i++) {
+        const auto& argument = stack[base + op.arguments[i]];
+        const bool one = argument.isTensor(), list = argument.isTensorList();
+        for (const auto& tensor : one ? std::vector{argument.toTensor()} : list ? argument.toTensorVector() : std::vector<at::Tensor>()) {
+            at::assert_no_overlap(output, tensor);
         }
     }
 }
