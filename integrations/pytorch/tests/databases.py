@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""PyTorch's own databases of modules and optimisers, on claystone beside PyTorch's CPU.
+
+    databases.py                        both, a line for each entry
+    databases.py --entries 'nn.Conv*'   some of them
+
+A module computes every input of `module_db` that its entry has, in training and in evaluation, forward and backward with equal weights. An
+optimiser takes five steps of a small network for every input of `optim_db`, one parameter after the other, and with `foreach` and `fused` where
+it has these, in f64, since rounding decides where L-BFGS goes; inputs that are errors have to raise what PyTorch says. Results, gradients, parameters and
+states have to be those of PyTorch's CPU within 1e-4. The exit status says whether one was wrong and is not named in known_failures.toml.
+"""
+
+import argparse
+import copy
+import fnmatch
+import sys
+import tomllib
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.testing._internal.common_modules import module_db
+from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
+
+import claystone_torch
+from opinfo import moved
+
+TOLERANCE = 1e-4
+STEPS = 5
+# What they compute in training is random: only shapes and dtypes are compared.
+RANDOM = ("Dropout", "AlphaDropout", "FeatureAlphaDropout", "FractionalMaxPool", "RReLU")
+
+
+def same(found, expected, only_kind=False):
+    a, b = torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected)
+    assert len(a) == len(b), f"{len(a)} results, not {len(b)}"
+    for x, y in zip(a, b):
+        if not isinstance(y, torch.Tensor):
+            assert x == y, f"{x}, not {y}"
+            continue
+        x, y = x.detach().cpu(), y.detach().cpu()
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), f"{x.dtype} {tuple(x.shape)}, not {y.dtype} {tuple(y.shape)}"
+        if not only_kind:
+            torch.testing.assert_close(x, y, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True)
+
+
+def gradients(module, inputs, result):
+    results = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor) and x.requires_grad]
+    leaves = [*module.parameters(), *(x for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor))]
+    wanted = [x for x in leaves if x.requires_grad]
+    if not results or not wanted:
+        return []
+    weights = [torch.linspace(0.5, 1.5, x.numel()).view(x.shape).to(x.device, x.dtype) for x in results]
+    return torch.autograd.grad(results, wanted, weights, allow_unused=True)
+
+
+def modules(info):
+    dtype = torch.float32 if torch.float32 in info.dtypes else torch.float64
+    for training in (True, False):
+        torch.manual_seed(0)
+        inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+        for number, one in enumerate(inputs):
+
+            def compute(number=number, one=one, training=training):
+                if one.forward_input is None:
+                    return False  # of tests of the constructor
+                make = one.constructor_input
+                torch.manual_seed(number)
+                try:
+                    module = info.module_cls(*make.args, **make.kwargs, **({"dtype": dtype} if takes_dtype(info, make) else {})).train(training)
+                    theirs = copy.deepcopy(module)
+                    given = moved((one.forward_input.args, one.forward_input.kwargs), "cpu")
+                    expected = theirs(*given[0], **given[1])
+                    expected_gradients = gradients(theirs, given, expected)
+                except Exception:
+                    return False  # PyTorch's CPU cannot do it
+                ours = copy.deepcopy(module).to("claystone")
+                given = moved(given, "claystone")
+                claystone_torch.reset_fallbacks()
+                found = ours(*given[0], **given[1])
+                only_kind = training and info.module_cls.__name__.startswith(RANDOM)
+                same(found, expected, only_kind)
+                same(gradients(ours, given, found), expected_gradients, only_kind)
+                return True
+
+            yield f"{'training' if training else 'evaluation'} {number} {one.desc}".strip(), compute
+
+
+def takes_dtype(info, make):
+    # Modules of weights take it and those of functions do not; a constructor that is given one keeps it.
+    import inspect
+
+    return "dtype" in inspect.signature(info.module_cls).parameters and "dtype" not in make.kwargs
+
+
+def optimisers(info):
+    for number, one in enumerate(info.optim_inputs_func(device="cpu")):
+        for way in ("single", *(way for way in ("foreach", "fused") if way in info.supported_impls)):
+
+            def compute(one=one, way=way):
+                if one.params is not None and not isinstance(one.params, list):
+                    return False
+                expected = train(info, one, "single", "cpu")
+                claystone_torch.reset_fallbacks()
+                same(train(info, one, way, "claystone"), expected)
+                return True
+
+            yield f"{way} {number} {one.desc}".strip(), compute
+    if info.optim_error_inputs_func is None:
+        return
+    for number, one in enumerate(info.optim_error_inputs_func(device="claystone", dtype=torch.float32)):
+        if one.error_on != OptimizerErrorEnum.CONSTRUCTION_ERROR:
+            continue
+
+        def refuse(one=one):
+            given = one.optimizer_error_input
+            try:
+                info.optim_cls(given.params, **given.kwargs)
+            except one.error_type as error:
+                assert one.error_regex in str(error), f"says {str(error)!r}, not {one.error_regex!r}"
+                return True
+            raise AssertionError(f"does not raise {one.error_regex!r}")
+
+        yield f"error {number}", refuse
+
+
+def train(info, one, way, device):
+    """The parameters, and the state, after some steps."""
+    torch.manual_seed(0)
+    # Matrices only, since there is an optimiser for these alone.
+    weights, x, y = moved(([torch.randn(8, 5).double() / 2, torch.randn(3, 8).double() / 2], torch.randn(16, 5).double(), torch.randn(16, 3).double()), device)
+    weights = [torch.nn.Parameter(w) for w in weights]
+    options = moved(copy.deepcopy(one.kwargs), device)
+    if way != "single":
+        options[way] = True
+    elif "foreach" in info.supported_impls:
+        options["foreach"] = False
+    optimiser = info.optim_cls(weights, **options)
+
+    def step():
+        optimiser.zero_grad()
+        loss = ((x @ weights[0].t()).tanh() @ weights[1].t() - y).square().mean()
+        loss = -loss if one.kwargs.get("maximize") else loss
+        loss.backward()
+        if info.only_supports_sparse_grads:
+            for w in weights:
+                w.grad = w.grad.to_sparse()
+        return loss
+
+    for _ in range(STEPS):
+        if info.step_requires_closure:
+            optimiser.step(step)
+        else:
+            step()
+            optimiser.step()
+    state = {i: {key: value for key, value in optimiser.state[w].items() if isinstance(value, torch.Tensor)} for i, w in enumerate(weights)}
+    return weights, state
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--entries", nargs="*", default=["*"], help="patterns of names")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    known = tomllib.loads(Path(__file__).with_name("known_failures.toml").read_text())
+    good = True
+    for title, database, name_of, cases_of in [
+        ("modules", module_db, lambda info: info.name, modules),
+        ("optimisers", optim_db, lambda info: info.optim_cls.__name__, optimisers),
+    ]:
+        counts, samples, unknown = Counter(), Counter(), []
+        for info in database:
+            name = name_of(info)
+            if not any(fnmatch.fnmatch(name, pattern) for pattern in arguments.entries):
+                continue
+            own, failures, on_cpu = Counter(), [], {}
+            for label, compute in cases_of(info):
+                try:
+                    own["passed" if compute() else "skipped"] += 1
+                except Exception as error:
+                    own["failed"] += 1
+                    failures.append(f"{label}: {type(error).__name__}: {' '.join(str(error).split())}")
+                on_cpu.update({operator: why for operator, (_, why) in claystone_torch.fallbacks().items()})
+            claystone_torch.reset_fallbacks()
+            kind = "fails" if failures else "fallback" if on_cpu else "claystone" if own["passed"] else "none"
+            counts[kind] += 1
+            samples += own
+            if failures and name not in known.get(title, {}):
+                unknown.append(name)
+            note = failures[0] if failures else "; ".join(f"{operator}: {why}" for operator, why in sorted(on_cpu.items()))
+            print(f"{name:44} {kind:9} {own['passed']:5} {own['failed']:5}  {note[:190]}", flush=True)
+        print(f"\n{title}: {counts.total()} entries: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
+        print(f"inputs: {samples['passed']} pass, {samples['failed']} fail, {samples['skipped']} are not for a comparison")
+        if unknown:
+            good = False
+            print("fail and are not in known_failures.toml: " + ", ".join(unknown))
+        print()
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
