@@ -11,16 +11,14 @@ from importlib import resources
 
 import torch
 
-from . import _C, device
+from . import _C, device, modules
 from .table import rows as _rows
 
 torch.utils.rename_privateuse1_backend("claystone")
 torch._register_device_module("claystone", device)
 torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True)
 
-# To .to(), a parameter on this device is not what one on the CPU can become, and modules would get new ones: weights that two layers share
-# would be two. Swapping keeps the parameter that there is.
-torch.__future__.set_swap_module_params_on_conversion(True)
+modules.install()
 
 
 @atexit.register

@@ -192,6 +192,15 @@ class Programs(unittest.TestCase):
             total += (x.to(DEVICE) * y.to(DEVICE)).sum().item()
         self.assertEqual(total, sum(i * i for i in range(10)))
 
+    def test_lazy_modules_move_before_their_first_use(self):
+        for place in ("cpu", DEVICE):
+            module = torch.nn.Sequential(torch.nn.LazyConv2d(3, 2), torch.nn.LazyBatchNorm2d(), torch.nn.Flatten(), torch.nn.LazyLinear(2))
+            weights = list(module.parameters())
+            module.to(place, torch.float64)
+            result = module(torch.randn(2, 1, 5, 5, dtype=torch.float64, device=place))
+            self.assertEqual((result.shape, result.device.type), ((2, 2), place))
+            self.assertTrue(all(a is b for a, b in zip(weights, module.parameters(), strict=True)))
+
     def test_autocast(self):
         layer = torch.nn.Linear(4, 4).to(DEVICE)
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
