@@ -1,11 +1,13 @@
 //! Work recorded once and replayed: a training step without what it costs the host.
 
 use std::fmt;
+use std::sync::Mutex;
 
 use crate::backend::problem::recording::Recording;
-use crate::device::capture::{self, ReplayMode};
+use crate::device::capture::{self, ReplayHook, ReplayMode};
+use crate::device::lock;
 use crate::storage::{Allocator, Captured, MemPool, MemPoolOptions};
-use crate::{Device, Error, Result, Stream, backend};
+use crate::{Device, Error, Result, Stream, backend, with_stream};
 
 /// Work of an OpenCL device, recorded to be submitted again and again (PyTorch's `torch.cuda.CUDAGraph`).
 ///
@@ -43,6 +45,9 @@ pub struct Graph {
     stream: Stream,
     recording: Box<dyn Recording>,
     memory: Captured,
+    hooks: Vec<ReplayHook>,
+    /// Held by a replay that has hooks, whose commands are to see what these did.
+    replaying: Mutex<()>,
 }
 
 impl Graph {
@@ -101,7 +106,8 @@ impl Graph {
         };
         let recorder = backend::of(device).record(device)?;
         let (memory, result) = Captured::during(pool.clone(), f)?;
-        Ok((Graph { stream, recording: recorder.finish(), memory }, result))
+        let hooks = capture::take_hooks();
+        Ok((Graph { stream, recording: recorder.finish(), memory, hooks, replaying: Mutex::new(()) }, result))
     }
 
     /// Submits everything recorded, in order. Returns when it is submitted.
@@ -111,11 +117,64 @@ impl Graph {
     /// driver refuses one command after others were submitted: what the graph writes to has to be set anew. After any other
     /// error nothing was submitted.
     pub fn replay(&self) -> Result<()> {
+        let device = self.device();
+        capture::refuse(device, "Graph::replay", "graphs are not made of graphs")?;
+        let _alone = (!self.hooks.is_empty()).then(|| lock(&self.replaying));
+        if !self.hooks.is_empty() {
+            with_stream(&self.stream, || self.hooks.iter().try_for_each(|hook| (hook.before)()))?;
+        }
         let replayed = self.recording.replay();
         if matches!(replayed, Ok(()) | Err(Error::Partial { .. })) {
             self.memory.replayed();
+            self.hooks.iter().for_each(|hook| (hook.after)());
         }
         replayed
+    }
+
+    /// Runs `f`, in a capture: what is allocated inside is the device's memory and not the graph's, which is given to one tensor
+    /// after another, so that a replay would overwrite what was written before. For tensors that [`on_replay`](Self::on_replay)
+    /// writes to. Outside of captures, runs `f`.
+    pub fn outside<R>(f: impl FnOnce() -> R) -> R {
+        Captured::outside(f)
+    }
+
+    /// Has each replay of the graph that this thread captures on the device call `before` ahead of its commands, on the graph's
+    /// stream, and `after` once they are submitted: where what a step does depends on numbers of the host. Give them to the
+    /// device there, by `fill_` or [`Tensor::map_into`](crate::Tensor::map_into) on tensors that the commands read, as
+    /// optimisers do with their learning rate. The tensors have to be from [`outside`](Self::outside) the graph. Writes from the
+    /// host would wait for the replay before.
+    ///
+    /// ```
+    /// use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+    /// use claystone::{Device, Graph, Tensor};
+    /// static STEP: AtomicU32 = AtomicU32::new(0);
+    /// let Some(device) = Device::all().into_iter().find(|&device| device != Device::Cpu) else { return Ok(()) };
+    /// let (x, step) = (Tensor::ones(3, device)?, Tensor::zeros((), device)?);
+    /// let (graph, y) = Graph::capture(device, || {
+    ///     let step = step.shallow_clone();
+    ///     let tell = move || step.fill_(STEP.load(Relaxed)).map(drop);
+    ///     Graph::on_replay(device, tell, || _ = STEP.fetch_add(1, Relaxed))?;
+    ///     x.add(&step)
+    /// })?;
+    /// for step in 0..3 {
+    ///     graph.replay()?;
+    ///     assert_eq!(y.to_vec::<f32>()?, [1.0 + step as f32; 3]);
+    /// }
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where this thread captures no graph of the device.
+    pub fn on_replay(
+        device: Device,
+        before: impl Fn() -> Result<()> + Send + Sync + 'static,
+        after: impl Fn() + Send + Sync + 'static,
+    ) -> Result<()> {
+        if !Graph::is_capturing(device) {
+            return Err(Error::invalid("Graph::on_replay", format!("no graph of {device} is captured by this thread")));
+        }
+        capture::on_replay(Box::new(before), Box::new(after));
+        Ok(())
     }
 
     /// How [`replay`](Self::replay) submits the commands: in command buffers that the driver keeps where the device has

@@ -2,26 +2,36 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::sync::Arc;
 
+use crate::Tensor;
 use crate::expr::philox::Seed;
+
+/// What the numbers of a random operation come from.
+#[derive(Clone)]
+pub(crate) struct Drawn {
+    pub(crate) seed: Seed,
+    /// Of a draw that a graph captured: in device memory, what every replay adds to the seed.
+    pub(crate) base: Option<Arc<Tensor>>,
+}
 
 thread_local! {
     /// One list for each [`recorded`] that this thread is in.
-    static LISTS: RefCell<Vec<Vec<Seed>>> = const { RefCell::new(Vec::new()) };
+    static LISTS: RefCell<Vec<Vec<Drawn>>> = const { RefCell::new(Vec::new()) };
     /// What [`replayed`] has left to give.
-    static AGAIN: RefCell<Option<VecDeque<Seed>>> = const { RefCell::new(None) };
+    static AGAIN: RefCell<Option<VecDeque<Drawn>>> = const { RefCell::new(None) };
 }
 
 /// The seed of the next random operation of this thread: `fresh`, unless one is to be drawn again.
-pub(crate) fn draw(fresh: impl FnOnce() -> Seed) -> Seed {
+pub(crate) fn draw(fresh: impl FnOnce() -> Drawn) -> Drawn {
     let again = AGAIN.with_borrow_mut(|again| again.as_mut().and_then(VecDeque::pop_front));
     let seed = again.unwrap_or_else(fresh);
-    LISTS.with_borrow_mut(|lists| lists.iter_mut().for_each(|list| list.push(seed)));
+    LISTS.with_borrow_mut(|lists| lists.iter_mut().for_each(|list| list.push(seed.clone())));
     seed
 }
 
 /// What `f` gives, and the seeds that it drew.
-pub(crate) fn recorded<R>(f: impl FnOnce() -> R) -> (R, Vec<Seed>) {
+pub(crate) fn recorded<R>(f: impl FnOnce() -> R) -> (R, Vec<Drawn>) {
     struct Remove(usize);
     impl Drop for Remove {
         fn drop(&mut self) {
@@ -38,13 +48,13 @@ pub(crate) fn recorded<R>(f: impl FnOnce() -> R) -> (R, Vec<Seed>) {
 }
 
 /// Runs `f` drawing `seeds` again, in order.
-pub(crate) fn replayed<R>(seeds: &[Seed], f: impl FnOnce() -> R) -> R {
-    struct Restore(Option<VecDeque<Seed>>);
+pub(crate) fn replayed<R>(seeds: &[Drawn], f: impl FnOnce() -> R) -> R {
+    struct Restore(Option<VecDeque<Drawn>>);
     impl Drop for Restore {
         fn drop(&mut self) {
             AGAIN.set(self.0.take());
         }
     }
-    let _restore = Restore(AGAIN.replace(Some(seeds.iter().copied().collect())));
+    let _restore = Restore(AGAIN.replace(Some(seeds.iter().cloned().collect())));
     f()
 }

@@ -1,6 +1,6 @@
 //! Which device a thread captures a graph of, whose work is then recorded instead of submitted.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
@@ -71,8 +71,18 @@ impl FromStr for ReplayMode {
     }
 }
 
+/// What each replay does on the host: before its commands, and after they were submitted.
+pub(crate) struct ReplayHook {
+    pub(crate) before: Box<dyn Fn() -> Result<()> + Send + Sync>,
+    pub(crate) after: Box<dyn Fn() + Send + Sync>,
+}
+
 thread_local! {
     static CAPTURING: Cell<Option<Device>> = const { Cell::new(None) };
+    /// How many captures this thread has begun.
+    static NUMBER: Cell<u64> = const { Cell::new(0) };
+    /// Those of the capture under way.
+    static HOOKS: RefCell<Vec<ReplayHook>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Whether this thread captures a graph of the device.
@@ -90,11 +100,28 @@ pub(super) fn begin(device: Device) -> Result<()> {
         return Err(Error::invalid("Graph::capture", "this thread is capturing a graph already"));
     }
     CAPTURING.set(Some(device));
+    NUMBER.set(NUMBER.get() + 1);
     Ok(())
+}
+
+/// What tells the captures of this thread apart; from 1 on.
+pub(crate) fn number() -> u64 {
+    NUMBER.get()
+}
+
+/// Has the replays of the graph that this thread captures do this.
+pub(crate) fn on_replay(before: Box<dyn Fn() -> Result<()> + Send + Sync>, after: Box<dyn Fn() + Send + Sync>) {
+    HOOKS.with_borrow_mut(|hooks| hooks.push(ReplayHook { before, after }));
+}
+
+/// What [`on_replay`] was given in the capture under way.
+pub(crate) fn take_hooks() -> Vec<ReplayHook> {
+    HOOKS.take()
 }
 
 /// Ends what [`begin`] began.
 pub(super) fn end() {
+    drop(take_hooks()); // of a capture that failed, which they can ask
     CAPTURING.set(None);
 }
 

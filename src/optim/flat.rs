@@ -1,11 +1,13 @@
 //! Parameters and gradients in flat buffers.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use smallvec::SmallVec;
 
 use crate::storage::Storage;
-use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
+use crate::{DType, Device, Error, Graph, Result, Shape, Tensor, no_grad};
 
 /// The parameters of a group. They are moved into one buffer, and their gradients into another, except for those whose memory
 /// somebody else holds too (another optimiser, a state dict, a tied layer): these stay where everybody sees them change.
@@ -18,7 +20,7 @@ pub(super) struct Flat {
     /// The storages of the parameters, where there is a master.
     buffers: SmallVec<[Storage; 1]>,
     /// The [`Flat::version`] of the parameters that `master` goes with.
-    version: u64,
+    version: AtomicU64,
 }
 
 /// A parameter and where its parts are.
@@ -33,7 +35,7 @@ struct Parameter {
 }
 
 /// The consecutive parameters that one launch updates.
-#[derive(PartialEq)]
+#[derive(Clone, PartialEq)]
 pub(super) struct Run {
     /// Which parameters these are.
     pub(super) parameters: Range<usize>,
@@ -160,7 +162,14 @@ impl Flat {
             let is_adjacent = before.is_some_and(|b| are_adjacent(&b.leaf, &leaf) && are_adjacent(&b.slot, &slot));
             made.push(Parameter { leaf, slot, elements: start..start + p.numel(), is_adjacent });
         }
-        let mut flat = Flat { dtype, device, parameters: made, master: None, buffers: SmallVec::new(), version: 0 };
+        let mut flat = Flat {
+            dtype,
+            device,
+            parameters: made,
+            master: None,
+            buffers: SmallVec::new(),
+            version: AtomicU64::new(0),
+        };
         if dtype.size() < 4 {
             for p in &flat.parameters {
                 if !flat.buffers.iter().any(|buffer| buffer.ptr_eq(p.leaf.storage())) {
@@ -229,6 +238,19 @@ impl Flat {
         self.buffers.iter().map(Storage::version).sum()
     }
 
+    fn is_stale(&self) -> bool {
+        self.version() != self.version.load(Relaxed)
+    }
+
+    /// Brings what was written to the parameters since the last step into the master.
+    pub(super) fn refresh(&self) -> Result<()> {
+        if self.is_stale() {
+            self.refresh_master()?;
+            self.note_update();
+        }
+        Ok(())
+    }
+
     /// Makes the master what the parameters are.
     fn refresh_master(&self) -> Result<()> {
         let Some(master) = &self.master else { return Ok(()) };
@@ -247,12 +269,8 @@ impl Flat {
     }
 
     /// The longest runs of parameters that have a gradient and can be updated together, each with the one before it: one for
-    /// all, unless some were not reached by backward. What was written to the parameters since the last step counts. None
-    /// where the model was converted and others replace these parameters.
+    /// all, unless some were not reached by backward. None where the model was converted and others replace these parameters.
     pub(super) fn runs(&self, same_step: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {
-        if self.version() != self.version {
-            self.refresh_master()?;
-        }
         let mut runs: SmallVec<[Run; 1]> = SmallVec::new();
         for (i, p) in self.parameters.iter().enumerate() {
             match p.leaf.grad() {
@@ -297,7 +315,49 @@ impl Flat {
     }
 
     /// To be called when master and parameters agree again: after a step.
-    pub(super) fn note_update(&mut self) {
-        self.version = self.version();
+    pub(super) fn note_update(&self) {
+        self.version.store(self.version(), Relaxed);
+    }
+}
+
+/// A step that a graph has captured: parameters count as changed by it from then on, although nothing has run.
+pub(super) struct CapturedStep {
+    flat: Arc<Flat>,
+    /// The version that the master goes with as long as no replay has run.
+    before: u64,
+    was_stale: bool,
+}
+
+impl CapturedStep {
+    /// To be made before what is captured.
+    pub(super) fn new(flat: &Arc<Flat>) -> CapturedStep {
+        let (before, was_stale) = (flat.version.load(Relaxed), flat.is_stale());
+        CapturedStep { flat: Arc::clone(flat), before, was_stale }
+    }
+
+    /// To be called after it: master and parameters agree as much as before.
+    pub(super) fn captured(&self) {
+        if !self.was_stale {
+            self.flat.note_update();
+        }
+    }
+
+    /// To be called before a replay: the master may be older than the parameters.
+    pub(super) fn refresh(&self) -> Result<()> {
+        self.flat.refresh()
+    }
+
+    /// To be called after a replay.
+    pub(super) fn replayed(&self) {
+        self.flat.note_update();
+    }
+}
+
+impl Drop for CapturedStep {
+    /// Still in the capture where that has failed, so that nothing counts as changed.
+    fn drop(&mut self) {
+        if Graph::is_capturing(self.flat.device) {
+            self.flat.version.store(self.before, Relaxed);
+        }
     }
 }

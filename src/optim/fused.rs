@@ -1,9 +1,11 @@
 //! The machinery under every optimiser: a rule's formula over flat buffers, group by group.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use smallvec::SmallVec;
 
 use super::Optimizer;
-use super::flat::{Flat, Run, StepTensors};
+use super::flat::{CapturedStep, Flat, Run, StepTensors};
 use super::rule::Rule;
 use crate::io::StateDict;
 use crate::ops::MapInto;
@@ -17,16 +19,32 @@ pub struct Fused<R> {
 
 /// Parameters with hyperparameters of their own.
 struct Group<R> {
-    flat: Flat,
+    flat: Arc<Flat>,
     /// One flat buffer for each name of the rule's state.
     state: Vec<Tensor>,
-    rule: R,
-    /// How often each parameter was updated.
-    steps: Vec<i32>,
+    progress: Arc<Mutex<Progress<R>>>,
     /// The numbers of an update; the memory is kept.
     numbers: Vec<f64>,
     /// What the last step launched: the next one mostly does the same.
     launches: Vec<Launch>,
+}
+
+/// What the numbers of the next step follow from, also of a step that a graph makes.
+struct Progress<R> {
+    rule: R,
+    /// How often each parameter was updated.
+    steps: Vec<i32>,
+}
+
+impl<R: Rule> Progress<R> {
+    /// The numbers of the next update of a run, before the factor of its gradients.
+    fn numbers_to(&self, run: &Run, to: &mut Vec<f64>) {
+        self.rule.numbers_to(self.steps[run.parameters.start].saturating_add(1), to);
+    }
+
+    fn count(&mut self, run: &Run) {
+        self.steps[run.parameters.clone()].iter_mut().for_each(|t| *t = t.saturating_add(1));
+    }
 }
 
 /// A launch of a step.
@@ -130,32 +148,36 @@ impl<R: Rule> Fused<R> {
     }
 
     /// The hyperparameters of each group.
-    pub fn rules(&self) -> impl Iterator<Item = &R> {
-        self.groups.iter().map(|g| &g.rule)
+    pub fn rules(&self) -> impl Iterator<Item = R> {
+        self.groups.iter().map(|g| g.progress().rule.clone())
     }
 }
 
 impl<R: Rule> Group<R> {
     fn new(parameters: Vec<&mut Tensor>, rule: R) -> Result<Group<R>> {
         rule.check()?;
-        let flat = Flat::new(R::NAME, parameters)?;
+        let flat = Arc::new(Flat::new(R::NAME, parameters)?);
         let state = rule.state().iter().map(|(_, start)| flat.state(*start)).collect::<Result<_>>()?;
-        let steps = vec![0; flat.count()];
-        Ok(Group { flat, state, rule, steps, numbers: Vec::new(), launches: Vec::new() })
+        let progress = Arc::new(Mutex::new(Progress { rule, steps: vec![0; flat.count()] }));
+        Ok(Group { flat, state, progress, numbers: Vec::new(), launches: Vec::new() })
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress<R>> {
+        unpoisoned(&self.progress)
     }
 
     /// What to launch. Where the model was converted, goes over to the parameters that replace these first.
     fn runs(&mut self) -> Result<SmallVec<[Run; 1]>> {
-        let (rule, steps) = (&self.rule, &self.steps);
-        let next = |i: usize| rule.numbers(steps[i].saturating_add(1));
-        if Graph::is_capturing(self.flat.device())
-            && steps.iter().any(|&t| rule.numbers(t.saturating_add(1)) != rule.numbers(t.saturating_add(2)))
-        {
-            let reason = "its numbers change from step to step, and a graph's do not: capture the rest, or use Sgd";
-            return Err(Error::invalid(R::NAME, reason));
+        // A replay sees to the master itself: what is captured would round it again and again.
+        if !Graph::is_capturing(self.flat.device()) {
+            self.flat.refresh()?;
         }
-        let same_step = |a: usize, b: usize| steps[a] == steps[b] || next(a) == next(b);
-        match self.flat.runs(same_step)? {
+        let runs = {
+            let Progress { rule, steps } = &*self.progress();
+            let next = |i: usize| rule.numbers(steps[i].saturating_add(1));
+            self.flat.runs(|a, b| steps[a] == steps[b] || next(a) == next(b))?
+        };
+        match runs {
             Some(runs) => Ok(runs),
             None => {
                 self.follow()?;
@@ -176,52 +198,92 @@ impl<R: Rule> Group<R> {
         })?;
         let converted = |state: &Tensor| state.to(flat.state_dtype(), flat.device());
         self.state = self.state.iter().map(converted).collect::<Result<_>>()?;
-        self.flat = flat;
+        self.flat = Arc::new(flat);
         self.launches.clear();
         Ok(())
     }
 
     fn step(&mut self, runs: SmallVec<[Run; 1]>, factor: f64) -> Result<()> {
+        if Graph::is_capturing(self.flat.device()) {
+            return runs.into_iter().try_for_each(|run| self.capture(run, factor));
+        }
+        let progress = Arc::clone(&self.progress);
+        let mut progress = unpoisoned(&progress);
         for_each_part(R::NAME, runs.into_iter().enumerate(), |(i, run)| {
-            let updated = run.parameters.clone();
             self.numbers.clear();
-            self.rule.numbers_to(self.steps[updated.start].saturating_add(1), &mut self.numbers);
+            progress.numbers_to(&run, &mut self.numbers);
             self.numbers.push(factor);
             let (scaled, numbers) = (factor != 1.0, self.numbers.len());
             if !self.launches.get(i).is_some_and(|l| l.run == run && (l.scaled, l.numbers) == (scaled, numbers)) {
                 self.launches.truncate(i);
-                self.launches.push(self.launch(run, scaled, numbers)?);
+                let update = self.update(&progress.rule, &run, scaled, Numbers::Given(numbers))?;
+                self.launches.push(Launch { run: run.clone(), scaled, numbers, update });
             }
-            self.launches[i].run(&self.numbers)?;
-            self.steps[updated].iter_mut().for_each(|t| *t = t.saturating_add(1));
+            launch(&self.launches[i].update, &self.numbers)?;
+            progress.count(&run);
             Ok(())
         })?;
         self.flat.note_update();
         Ok(())
     }
 
-    fn launch(&self, run: Run, scaled: bool, numbers: usize) -> Result<Launch> {
-        let StepTensors { weights, grads, rounded } = self.flat.step_tensors(&run)?;
-        let state = self.state.iter().map(|s| self.flat.state_slice(&run, s)).collect::<Result<Vec<_>>>()?;
-        let handles = || state.iter().map(Tensor::shallow_clone);
-        let inputs: Vec<Tensor> = [weights.shallow_clone(), grads].into_iter().chain(handles()).collect();
+    /// Has a graph update a run with numbers that lie on the device, where each replay brings those of its step.
+    fn capture(&self, run: Run, factor: f64) -> Result<()> {
+        let (device, dtype) = (self.flat.device(), self.flat.state_dtype());
+        let rule = self.progress().rule.clone();
+        let count = rule.numbers(1).len() + 1;
+        let empty = |_| Tensor::empty((), (dtype, device));
+        let on_device = Graph::outside(|| (0..count).map(empty).collect::<Result<Vec<_>>>())?;
+        let bring = MapInto::new(R::NAME, Vec::new(), count, handles(&on_device), |_, s| s.to_vec())?;
+        let captured = CapturedStep::new(&self.flat);
+        self.update(&rule, &run, factor != 1.0, Numbers::OnDevice(&on_device))?.launch(&[])?;
+        captured.captured();
+        let (captured, progress) = (Arc::new(captured), Arc::clone(&self.progress));
+        let before = {
+            let (captured, progress, run) = (Arc::clone(&captured), Arc::clone(&progress), run.clone());
+            move || {
+                no_grad(|| {
+                    captured.refresh()?;
+                    let mut numbers = Vec::with_capacity(count);
+                    unpoisoned(&progress).numbers_to(&run, &mut numbers);
+                    numbers.push(factor);
+                    launch(&bring, &numbers)
+                })
+            }
+        };
+        Graph::on_replay(device, before, move || {
+            unpoisoned(&progress).count(&run);
+            captured.replayed();
+        })
+    }
+
+    /// The launch that updates a run.
+    fn update(&self, rule: &R, run: &Run, scaled: bool, numbers: Numbers) -> Result<MapInto> {
+        let StepTensors { weights, grads, rounded } = self.flat.step_tensors(run)?;
+        let state = self.state.iter().map(|s| self.flat.state_slice(run, s)).collect::<Result<Vec<_>>>()?;
+        let (given, on_device) = match numbers {
+            Numbers::Given(count) => (count, &[][..]),
+            Numbers::OnDevice(tensors) => (0, tensors),
+        };
+        let own = [weights.shallow_clone(), grads].into_iter().chain(handles(&state));
+        let inputs: Vec<Tensor> = own.chain(handles(on_device)).collect();
         let halves = rounded.is_some();
-        let outputs: Vec<Tensor> = [weights].into_iter().chain(handles()).chain(rounded).collect();
-        let update = MapInto::new(R::NAME, inputs, numbers, outputs, |x, s| {
-            let (factor, s) = s.split_last().expect("the factor");
+        let outputs: Vec<Tensor> = [weights].into_iter().chain(handles(&state)).chain(rounded).collect();
+        MapInto::new(R::NAME, inputs, given, outputs, |x, s| {
+            let (x, read) = x.split_at(2 + state.len());
+            let (factor, s) = if on_device.is_empty() { s } else { read }.split_last().expect("the factor");
             let grad = if scaled { &x[1] * factor } else { x[1].clone() };
-            let (w, state) = self.rule.update(&x[0], &grad, &x[2..], s);
+            let (w, state) = rule.update(&x[0], &grad, &x[2..], s);
             let rounded = halves.then(|| w.clone());
             std::iter::once(w).chain(state).chain(rounded).collect()
-        })?;
-        Ok(Launch { run, scaled, numbers, update })
+        })
     }
 
     /// The tensors of the state with their names; `first` is the number of the group's first parameter.
     fn state(&self, first: usize) -> Result<Vec<(String, Tensor)>> {
-        let mut out = Vec::new();
+        let (mut out, names) = (Vec::new(), self.progress().rule.state());
         for i in 0..self.flat.count() {
-            for ((name, _), flat) in self.rule.state().iter().zip(&self.state) {
+            for ((name, _), flat) in names.iter().zip(&self.state) {
                 out.push((format!("state.{}.{name}", first + i), self.flat.parameter_state(flat, i)?));
             }
             if let Some(master) = self.flat.master() {
@@ -232,12 +294,25 @@ impl<R: Rule> Group<R> {
     }
 }
 
-impl Launch {
-    fn run(&self, numbers: &[f64]) -> Result<()> {
-        let mut scalars: SmallVec<[Scalar; 10]> = SmallVec::new();
-        numbers.iter().for_each(|&x| scalars.push(Scalar::Float(x)));
-        self.update.launch(&scalars)
-    }
+/// Where a launch has the numbers of a step from: so many scalars, or tensors of one element.
+enum Numbers<'a> {
+    Given(usize),
+    OnDevice(&'a [Tensor]),
+}
+
+fn launch(formula: &MapInto, numbers: &[f64]) -> Result<()> {
+    let mut scalars: SmallVec<[Scalar; 10]> = SmallVec::new();
+    numbers.iter().for_each(|&x| scalars.push(Scalar::Float(x)));
+    formula.launch(&scalars)
+}
+
+fn handles(tensors: &[Tensor]) -> Vec<Tensor> {
+    tensors.iter().map(Tensor::shallow_clone).collect()
+}
+
+/// Numbers are never half changed where a thread has panicked.
+fn unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn host_number(dtype: DType, value: impl Into<Scalar>) -> Result<Tensor> {
@@ -264,7 +339,7 @@ impl<R: Rule> Optimizer for Fused<R> {
     }
 
     fn learning_rates(&self) -> Vec<f64> {
-        self.groups.iter().map(|g| g.rule.learning_rate()).collect()
+        self.groups.iter().map(|g| g.progress().rule.learning_rate()).collect()
     }
 
     fn set_learning_rates(&mut self, rates: &[f64]) -> Result<()> {
@@ -272,7 +347,7 @@ impl<R: Rule> Optimizer for Fused<R> {
             let reason = format!("{} learning rates for {} groups", rates.len(), self.groups.len());
             return Err(Error::invalid(R::NAME, reason));
         }
-        self.groups.iter_mut().zip(rates).for_each(|(g, &lr)| g.rule.set_learning_rate(lr));
+        self.groups.iter().zip(rates).for_each(|(g, &lr)| g.progress().rule.set_learning_rate(lr));
         Ok(())
     }
 
@@ -281,13 +356,13 @@ impl<R: Rule> Optimizer for Fused<R> {
         let mut first = 0;
         for group in &self.groups {
             group.state(first)?.into_iter().for_each(|(name, t)| dict.insert(name, t));
-            for (i, &step) in group.steps.iter().enumerate() {
+            for (i, &step) in group.progress().steps.iter().enumerate() {
                 dict.insert(format!("state.{}.step", first + i), host_number(DType::I64, step)?);
             }
-            first += group.steps.len();
+            first += group.flat.count();
         }
         for (g, group) in self.groups.iter().enumerate() {
-            let lr = host_number(DType::F64, group.rule.learning_rate())?;
+            let lr = host_number(DType::F64, group.progress().rule.learning_rate())?;
             dict.insert(format!("param_groups.{g}.lr"), lr);
         }
         Ok(dict)
@@ -305,7 +380,7 @@ impl<R: Rule> Optimizer for Fused<R> {
         let number = |name: String| state.get(&name).expect("checked").to_dtype(DType::F64)?.item::<f64>();
         let (mut first, mut tensors, mut numbers) = (0, Vec::new(), Vec::new());
         for (g, group) in self.groups.iter().enumerate() {
-            let of_group = first..first + group.steps.len();
+            let of_group = first..first + group.flat.count();
             let steps =
                 of_group.map(|i| Ok(number(format!("state.{i}.step"))? as i32)).collect::<Result<Vec<i32>>>()?;
             tensors.extend(group.state(first)?);
@@ -317,9 +392,10 @@ impl<R: Rule> Optimizer for Fused<R> {
                 tensor.copy_(&state.get(&name).expect("checked").to_device(tensor.device())?).map(|_| ())
             })
         })?;
-        for (group, (steps, lr)) in self.groups.iter_mut().zip(numbers) {
-            group.rule.set_learning_rate(lr);
-            group.steps = steps;
+        for (group, (steps, lr)) in self.groups.iter().zip(numbers) {
+            let mut progress = group.progress();
+            progress.rule.set_learning_rate(lr);
+            progress.steps = steps;
             group.flat.note_update();
         }
         Ok(())

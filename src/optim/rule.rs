@@ -11,6 +11,7 @@ use crate::{Error, Expr, Result};
 /// use claystone::{Device, Expr, Result, Tensor};
 ///
 /// /// Gradient descent that looks at signs only.
+/// #[derive(Clone)]
 /// struct SignSgd {
 ///     lr: f64,
 /// }
@@ -38,7 +39,7 @@ use crate::{Error, Expr, Result};
 /// assert_eq!(w.to_vec::<f32>()?, [2.5, 2.5]);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-pub trait Rule {
+pub trait Rule: Clone + Send + 'static {
     /// The optimiser's name, for messages.
     const NAME: &'static str;
 

@@ -58,6 +58,14 @@ impl Captured {
         self.outside.iter().filter(|used| used.changes > 0).for_each(|used| used.count(|n| n.wrapping_add(1)));
     }
 
+    /// Runs `f`: in a capture, what this thread allocates is not of the graph's pool.
+    pub(crate) fn outside<R>(f: impl FnOnce() -> R) -> R {
+        match CAPTURED.with_borrow(|captured| captured.as_ref().map(|captured| captured.pool.clone())) {
+            Some(pool) => pool.leave(f),
+            None => f(),
+        }
+    }
+
     /// Where what was allocated inside is.
     pub(crate) fn pool(&self) -> &MemPool {
         &self.pool

@@ -2,7 +2,7 @@
 
 use claystone::device::count_launches;
 use claystone::nn::{Activation, Linear, Module, Sequential};
-use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
+use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::storage::{MemPool, MemPoolOptions, MemoryMode, with_memory_mode};
 use claystone::{Device, Error, Graph, Result, Stream, Tensor, no_grad, with_stream};
 
@@ -77,7 +77,7 @@ fn train_both() {
             replayed.x.copy_(&x).unwrap();
             let (want, launches) = count_launches(|| eager.step().unwrap());
             let ((), again) = count_launches(|| graph.replay().unwrap());
-            assert_eq!(launches, again);
+            assert_eq!(launches + 1, again, "and one that brings the step's numbers");
             assert_eq!(vec(&loss), vec(&want), "step {step} on {device}");
         }
         assert_eq!(replayed.weights(), eager.weights(), "on {device}");
@@ -173,22 +173,19 @@ fn what_cannot_be_captured_says_so_and_changes_nothing() {
     for device in opencl() {
         let x = ramp(12, &[3, 4], 2.0, device);
         let values = vec(&x);
-        let mut w = x.clone().requires_grad_(true).unwrap();
-        let mut adamw = AdamW::new(vec![&mut w], AdamWConfig::default()).unwrap();
         let other = Stream::new(device).unwrap();
         let (inside, made) = Graph::capture(device, || x.neg()).unwrap();
         device.synchronize().unwrap();
         let live = || device.memory_stats().unwrap().allocated_bytes.current;
         let before = live();
         type Case<'a> = (&'a str, Box<dyn FnMut() -> Result<()> + 'a>);
-        let cases: [Case; 11] = [
+        let cases: [Case; 10] = [
             ("read", Box::new(|| x.add_scalar(1)?.to_vec::<f32>().map(drop))),
             ("read", Box::new(|| x.sum((), false)?.item::<f32>().map(drop))),
             ("write", Box::new(|| Tensor::from_slice(&[1f32], 1, device).map(drop))),
             ("synchronize", Box::new(|| device.synchronize())),
             ("synchronize", Box::new(|| Stream::current(device)?.synchronize())),
-            ("rand", Box::new(|| Tensor::rand(&[3], device).map(drop))),
-            ("dropout", Box::new(|| x.dropout(0.5).map(drop))),
+            ("randperm", Box::new(|| Tensor::randperm(3, device).map(drop))),
             ("another stream", Box::new(|| with_stream(&other, || x.exp().map(drop)))),
             ("record_event", Box::new(|| Stream::current(device)?.record_event().map(drop))),
             ("already", Box::new(|| Graph::capture(device, || x.exp()).map(drop))),
@@ -205,9 +202,6 @@ fn what_cannot_be_captured_says_so_and_changes_nothing() {
             assert_eq!(vec(&x), values, "{word} on {device}");
             assert_eq!(live(), before, "{word} on {device}");
         }
-        w.mul(&w).unwrap().sum((), false).unwrap().backward().unwrap();
-        let error = Graph::capture(device, || adamw.step()).unwrap_err().to_string();
-        assert!(error.contains("AdamW"), "{error}");
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             Graph::capture(device, || -> Result<()> { panic!("inside") })
         }));

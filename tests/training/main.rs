@@ -7,6 +7,7 @@ mod autocast;
 mod checkpoint;
 mod data;
 mod examples;
+mod graphs;
 mod layers;
 mod modules;
 mod optim;

@@ -1,7 +1,6 @@
 //! Optimisers against their definitions in f64, groups, state, schedules, clipping and loss scaling.
 
-use std::cell::Cell;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex};
 
 use claystone::device::count_launches;
 use claystone::nn::StateDict;
@@ -194,16 +193,17 @@ fn what_changes_between_steps_counts() {
 }
 
 /// A rule of somebody else's, whose weight decay is changed from outside.
+#[derive(Clone)]
 struct Decaying {
     lr: f64,
-    decay: Rc<Cell<f64>>,
+    decay: Arc<Mutex<f64>>,
 }
 
 impl Rule for Decaying {
     const NAME: &'static str = "Decaying";
 
     fn numbers(&self, _step: i32) -> Vec<f64> {
-        vec![self.lr, self.decay.get()]
+        vec![self.lr, *self.decay.lock().unwrap()]
     }
 
     fn update(&self, w: &Expr, g: &Expr, _state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
@@ -222,12 +222,12 @@ impl Rule for Decaying {
 #[test]
 fn a_rules_numbers_are_asked_at_every_step() {
     each_device(|device| {
-        let (mut w, decay) = (leaf(&START, DType::F32, device), Rc::new(Cell::new(0.0)));
+        let (mut w, decay) = (leaf(&START, DType::F32, device), Arc::new(Mutex::new(0.0)));
         let mut optimizer = Fused::new(vec![&mut w], Decaying { lr: 0.1, decay: decay.clone() }).unwrap();
         backward_of_ones(&w);
         let mut want = START;
         for of in [0.0, 0.0, 0.5, 0.25] {
-            decay.set(of);
+            *decay.lock().unwrap() = of;
             optimizer.step().unwrap();
             want.iter_mut().for_each(|w| *w -= 0.1 * (1.0 + of * *w));
             assert!(f64s(&w).iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-5), "{w} on {device}");

@@ -419,7 +419,7 @@ mod tests {
                     // from either end
                     let out = a.zeros_like().unwrap();
                     alike.fill(&out).unwrap();
-                    let right = Params { scalars: &scalars, seeds: &[] };
+                    let right = Params::of(&scalars);
                     let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<u32>>();
                     let planned = planned_with(&expr, inputs, right, &out);
                     assert_eq!(bits(out.to_vec().unwrap()), bits(planned), "{expr:?} {n}");

@@ -70,7 +70,7 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     }
     let inputs: Vec<&Tensor> = std::iter::once(&product).chain(g.extras.iter().copied()).collect();
     let outs: Vec<&Tensor> = outs.iter().collect();
-    let params = Params { scalars: g.scalars, seeds: &[] };
+    let params = Params::of(g.scalars);
     map::formulas(&Formulas { op: g.op, inputs: &inputs, params, exprs: g.epilogue, outputs: &outs })?;
     Ok(false)
 }

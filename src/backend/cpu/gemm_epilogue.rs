@@ -226,7 +226,7 @@ mod tests {
         let outs: Vec<Tensor> = epilogue.iter().map(nan).collect();
         assert_eq!(Epilogue::run(&g, shape, &outs).unwrap(), in_pieces, "{a:?} {b:?}");
         let inputs: Vec<&Tensor> = std::iter::once(&product).chain(extras.iter().copied()).collect();
-        let params = Params { scalars: &[Scalar::Float(0.25)], seeds: &[] };
+        let params = Params::of(&[Scalar::Float(0.25)]);
         let want = apply("test", &inputs, params, epilogue, &dtypes).unwrap();
         let got = g.run().unwrap();
         let values = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();

@@ -163,7 +163,7 @@ mod tests {
                     let wide: Vec<Tensor> = inputs.iter().map(|t| t.to_dtype(DType::F32).unwrap()).collect();
                     let wide: Vec<&Tensor> = wide.iter().collect();
                     let right = full.zeros_like().unwrap();
-                    let params = crate::backend::problem::map::Params { scalars: &scalars, seeds: &[] };
+                    let params = crate::backend::problem::map::Params::of(&scalars);
                     crate::ops::elementwise::apply_into("test", &wide, params, std::slice::from_ref(e), &[&right])
                         .unwrap();
                     let bits = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();

@@ -320,7 +320,7 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
         return Ok(());
     }
     let scalars = [Scalar::Float(rows.eps), Scalar::Float(1.0 / rows.len() as f64)];
-    let params = Params { scalars: &scalars, seeds: &[] };
+    let params = Params::of(&scalars);
     let (x, root) = (Expr::input, |i: usize| (Expr::input(i) + Expr::scalar(0)).rsqrt());
     let Some(z) = rows.z else {
         let mut inputs = vec![rows.x, mean, var];

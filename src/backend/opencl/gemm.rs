@@ -127,7 +127,7 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let cpu = is_processor(outs[0].cl_device()?);
     let numbers = [outs.len() as u64, sums.is_some().into(), precision::planes() as u64, cpu.into()];
     let key = Key { of: OpKind::Gemm, device, numbers: &numbers, exprs: g.epilogue, tensors: &tensors };
-    let params = Params { scalars: g.scalars, seeds: &[] };
+    let params = Params::of(g.scalars);
     let entry = launch_cache::launch(&key, params, || prepare(g, shape, outs, sums))?;
     Ok(sums.is_some() && entry.plan.uses(tensors.len() - 1))
 }

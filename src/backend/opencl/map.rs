@@ -87,7 +87,7 @@ pub(crate) fn run(formulas: &Formulas) -> Result<()> {
         return Ok(());
     }
     let Formulas { inputs, params, exprs, outputs, .. } = *formulas;
-    let tensors: SmallVec<[&Tensor; 10]> = inputs.iter().chain(outputs).copied().collect();
+    let tensors: SmallVec<[&Tensor; 10]> = inputs.iter().chain(outputs).copied().chain(params.base).collect();
     let in_place = in_place(inputs.iter().copied(), outputs);
     let numbers = &[in_place.into()];
     let key = Key { of: OpKind::Map, device: outputs[0].device(), numbers, exprs, tensors: &tensors };
@@ -100,7 +100,8 @@ pub(crate) fn run(formulas: &Formulas) -> Result<()> {
         false => None,
     };
     formulas.checked(Program::kept(exprs), true, |launch, copied| {
-        let tensors: SmallVec<[&Tensor; 8]> = launch.inputs.iter().chain(outputs.iter().copied()).collect();
+        let written = outputs.iter().copied();
+        let tensors: SmallVec<[&Tensor; 8]> = launch.inputs.iter().chain(written).chain(params.base).collect();
         let run = |plan: &LaunchPlan| plan.launch(&tensors, params);
         let (plan, may_keep) = outputs[0].cl_device()?.launch_on_trial(|| prepare(launch), run)?;
         if let Some(slot) = slot.filter(|_| !copied && may_keep) {
@@ -155,7 +156,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     params.extend([
         launch.compute as u64,
         rank as u64,
-        wide as u64,
+        u64::from(wide) | u64::from(launch.base.is_some()) << 1,
         match form {
             Form::Scalar { per_item } => per_item as u64,
             Form::Vector { width, streamed } => 1 << 8 | width as u64 | u64::from(streamed) << 24,
@@ -195,6 +196,9 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     }
     kernel_launch.scalars(launch.program.scalars(), launch.compute);
     kernel_launch.seeds(launch.program.seeds());
+    if launch.base.is_some() {
+        kernel_launch.tensor(operands.len());
+    }
     if launch.program.can_fault(launch.compute) {
         kernel_launch.faults();
     }

@@ -15,6 +15,7 @@ pub(crate) struct Launch<'a> {
     pub(crate) outputs: &'a [&'a Tensor],
     pub(crate) scalars: &'a [Scalar],
     pub(crate) seeds: &'a [Seed],
+    pub(crate) base: Option<&'a Tensor>,
     pub(crate) program: &'a Program,
     pub(crate) compute: Compute,
     /// Operands are the inputs, then the outputs.
@@ -26,6 +27,15 @@ pub(crate) struct Launch<'a> {
 pub(crate) struct Params<'a> {
     pub(crate) scalars: &'a [Scalar],
     pub(crate) seeds: &'a [Seed],
+    /// In device memory, what is to be added to every seed: a key and a stream. For graphs, on OpenCL.
+    pub(crate) base: Option<&'a Tensor>,
+}
+
+impl<'a> Params<'a> {
+    /// Scalars alone.
+    pub(crate) fn of(scalars: &'a [Scalar]) -> Params<'a> {
+        Params { scalars, ..Params::default() }
+    }
 }
 
 /// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; the outputs' without
@@ -69,7 +79,7 @@ impl Formulas<'_> {
         by_parts: bool,
         launch: impl FnOnce(&Launch, bool) -> Result<()>,
     ) -> Result<()> {
-        let Formulas { op, inputs, params: Params { scalars, seeds }, outputs, .. } = *self;
+        let Formulas { op, inputs, params: Params { scalars, seeds, base }, outputs, .. } = *self;
         let (shape, device) = (outputs[0].shape(), outputs[0].device());
         for t in inputs {
             if t.device() != device {
@@ -106,7 +116,7 @@ impl Formulas<'_> {
         }
         let strides = views.iter().map(Tensor::strides).chain(outputs.iter().map(|t| t.strides()));
         let strided = StridedDims::new(shape, strides);
-        launch(&Launch { op, inputs: &views, outputs, scalars, seeds, program, compute, strided }, copied)
+        launch(&Launch { op, inputs: &views, outputs, scalars, seeds, base, program, compute, strided }, copied)
     }
 }
 

@@ -16,7 +16,7 @@ pub(super) fn gemm(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let over_batch = |t: &Tensor, matrix: [usize; 2]| read_as(t, &batch.iter().copied().chain(matrix).collect());
     let (a, b) = (over_batch(g.a, [*m, k])?, over_batch(g.b, [k, *n])?);
     let extras = g.extras.iter().map(|t| read_as(t, shape)).collect::<Result<Vec<_>>>()?;
-    let params = Params { scalars: g.scalars, seeds: &[] };
+    let params = Params::of(g.scalars);
     let mut results = vec![Vec::new(); outs.len()];
     for index in indices(shape.dims()) {
         let (batch, &[i, j]) = index.split_last_chunk().expect("matrices");
@@ -66,7 +66,8 @@ pub(super) fn reduce(reduction: &Reduction) -> Result<()> {
             Combination::ArgMax => return first_index(&elements, all.reduce(max)),
             Combination::ArgMin => return first_index(&elements, all.reduce(min)),
         };
-        let params = Params { scalars: &[Scalar::Int(elements.len() as i64)], seeds: &[] };
+        let count = [Scalar::Int(elements.len() as i64)];
+        let params = Params::of(&count);
         rule.finish.as_ref().map_or(result, |finish| formula::value(finish, &[result], params, 0, accumulator))
     });
     write(out, results)

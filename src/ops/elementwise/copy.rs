@@ -197,7 +197,7 @@ impl Tensor {
         let scalars = [value.into()];
         scalars[0].check_whole(op, self.dtype)?;
         let change = autograd::in_place(op, self, &[])?;
-        elementwise::apply_into(op, &[], Params { scalars: &scalars, seeds: &[] }, slice::from_ref(&*SCALAR), &[self])?;
+        elementwise::apply_into(op, &[], Params::of(&scalars), slice::from_ref(&*SCALAR), &[self])?;
         change.into_iter().for_each(InPlace::overwritten);
         Ok(self)
     }

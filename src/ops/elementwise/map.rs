@@ -134,7 +134,7 @@ impl Tensor {
         let op = "map_into";
         let (program, whole) = checked_into(op, inputs, scalars.len(), outputs, f)?;
         whole.map_or(Ok(()), |dtype| scalars.iter().try_for_each(|s| s.check_whole(op, dtype)))?;
-        apply_into(op, inputs, Params { scalars, seeds: &[] }, program.exprs(), outputs)
+        apply_into(op, inputs, Params::of(scalars), program.exprs(), outputs)
     }
 }
 
@@ -225,6 +225,6 @@ impl MapInto {
         if is_grad_enabled() {
             outputs.iter().try_for_each(|out| autograd::check_unrecorded(self.op, out, &inputs))?;
         }
-        apply_into(self.op, &inputs, Params { scalars, seeds: &[] }, self.program.exprs(), &outputs)
+        apply_into(self.op, &inputs, Params::of(scalars), self.program.exprs(), &outputs)
     }
 }

@@ -223,7 +223,7 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
     }
     let dtype = if row.output == Output::Bool { DType::Bool } else { common };
     let (computed, scalars) = row.specialised(scalars, common);
-    let params = Params { scalars, seeds: &[] };
+    let params = Params::of(scalars);
     if let Some(derivative) = derivative_of_result(row)
         && dtype.is_float()
         && autograd::is_tracked(inputs)
@@ -292,7 +292,7 @@ fn apply_row_into(
         return target.copy_(&out[0]).map(|_| ());
     }
     let (computed, scalars) = row.specialised(scalars, common);
-    let params = Params { scalars, seeds: &[] };
+    let params = Params::of(scalars);
     let expr = std::slice::from_ref(computed.expr());
     if !all_are(common, row, inputs)
         && let Some(inputs) = convert_operands(row, inputs, common)?
@@ -330,7 +330,7 @@ fn apply_row_recorded(
         false => Ok(t.shallow_clone()),
     };
     let kept = inputs.iter().enumerate().map(before).collect::<Result<SmallVec<[Tensor; 3]>>>()?;
-    let params = Params { scalars: given, seeds: &[] };
+    let params = Params::of(given);
     apply_into(row.name, inputs, params, std::slice::from_ref(computed.expr()), &[target])?;
     let kept: SmallVec<[&Tensor; 3]> = kept.iter().collect();
     change.finish(|out| match of_result {
@@ -429,6 +429,7 @@ pub(crate) fn recorded(
     let layouts: SmallVec<[(Shape, DType); 3]> = inputs.iter().map(|t| (t.shape().clone(), t.dtype)).collect();
     let scalars: SmallVec<[Scalar; 2]> = SmallVec::from_slice(params.scalars);
     let seeds: SmallVec<[Seed; 1]> = SmallVec::from_slice(params.seeds);
+    let base = params.base.map(Tensor::shallow_clone);
     autograd::record_twice(op, out, inputs, move |ctx| {
         let grad = ctx.grad()?;
         let saved =
@@ -437,7 +438,7 @@ pub(crate) fn recorded(
         let operands: SmallVec<[&Tensor; 4]> =
             saved.iter().map(|s| s.unwrap_or(&grad)).chain(std::iter::once(&grad)).collect();
         let upstream = Expr::input(layouts.len());
-        let params = Params { scalars: &scalars, seeds: &seeds };
+        let params = Params { scalars: &scalars, seeds: &seeds, base: base.as_ref() };
         let mut exprs: SmallVec<[Expr; 2]> = SmallVec::new();
         let mut targets: SmallVec<[(usize, Tensor); 2]> = SmallVec::new();
         let mut gradients: autograd::Gradients = SmallVec::from_elem(None, 0);

@@ -305,7 +305,7 @@ impl Tensor {
         let part = ((&x - &low_) / (&high_ - &low_) * &parts).floor().min(&parts - 1.0);
         let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
         let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
-        let params = Params { scalars: &scalars, seeds: &[] };
+        let params = Params::of(&scalars);
         let part = apply(op, &[&flatten(self)?], params, &part, &[DType::I64])?.remove(0);
         part.bincount(None, bins.saturating_add(1))?.narrow(0, 0, bins)?.to_dtype(self.dtype)
     }

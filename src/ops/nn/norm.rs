@@ -145,7 +145,8 @@ impl Norm<'_> {
                     if i == 1 { product } else { sum }
                 }
                 (None, 1) => {
-                    let (x, params) = (Expr::input, Params { scalars: &[Scalar::Float(eps)], seeds: &[] });
+                    let (x, scalars) = (Expr::input, [Scalar::Float(eps)]);
+                    let params = Params::of(&scalars);
                     let product = x(0) * (x(1) - x(2)) * (x(3) + Expr::scalar(0)).rsqrt();
                     let [mean, var] = unbind(op, statistics)?;
                     apply_one(op, &[&g, &rows, &mean, &var], params, &product, g.dtype)?

@@ -311,7 +311,8 @@ impl Tensor {
 
 /// How many labels are not ignored, on the device.
 fn count(op: &'static str, labels: &Tensor, ignore: i64) -> Result<Tensor> {
-    let params = Params { scalars: &[Scalar::Int(ignore)], seeds: &[] };
+    let ignore = [Scalar::Int(ignore)];
+    let params = Params::of(&ignore);
     let kept = apply_one(op, &[labels], params, &Expr::input(0).ne(Expr::scalar(0)), DType::Bool)?;
     reduce::sum_all(op, &kept, DType::I64)
 }

@@ -1,6 +1,5 @@
 //! Random numbers of other distributions: in place, and with parameters in tensors.
 
-use crate::backend::problem::map::Params;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
 use crate::ops::random::{next_seed, uniform};
@@ -31,16 +30,16 @@ impl Tensor {
     /// The formula, of these scalars and the next seed, into this tensor.
     fn draw_(&self, op: &'static str, scalars: &[Scalar], expr: Expr) -> Result<&Tensor> {
         let change = autograd::in_place(op, self, &[])?;
-        let params = Params { scalars, seeds: &[next_seed(op, self.device())?] };
-        elementwise::apply_into(op, &[], params, &[expr], &[self])?;
+        let drawn = next_seed(self.device())?;
+        elementwise::apply_into(op, &[], drawn.params(scalars), &[expr], &[self])?;
         change.into_iter().for_each(autograd::InPlace::overwritten);
         Ok(self)
     }
 
     /// The formula of these tensors and the next seed; without gradient.
     fn drawn(op: &'static str, inputs: &[&Tensor], scalars: &[Scalar], expr: Expr, dtype: DType) -> Result<Tensor> {
-        let params = Params { scalars, seeds: &[next_seed(op, inputs[0].device())?] };
-        Ok(elementwise::apply(op, inputs, params, &[expr], &[dtype])?.remove(0))
+        let drawn = next_seed(inputs[0].device())?;
+        Ok(elementwise::apply(op, inputs, drawn.params(scalars), &[expr], &[dtype])?.remove(0))
     }
 
     /// Fills with numbers uniform in `from..to` (PyTorch's `uniform_`, which has 0 and 1 where nothing is said). In place,

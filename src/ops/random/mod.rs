@@ -3,15 +3,16 @@
 //! Every random operation takes the next stream of a generator, by default that of the process. Element `e` of its result is a
 //! function of (seed, stream, e) alone, so dropout stores no mask: backward computes it again.
 
+mod captured;
 pub(crate) mod distributions;
 
 use std::cell::RefCell;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use super::elementwise;
-use crate::autograd::rng_replay::draw;
+use crate::autograd::rng_replay::{Drawn, draw};
 use crate::backend::problem::map::Params;
-use crate::device::capture::is_capturing;
+use crate::device::capture::{self, is_capturing};
 use crate::expr::philox::{Bits, Seed};
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::TensorOptions;
@@ -68,10 +69,11 @@ impl Generator {
         GENERATORS.with_borrow(|all| all.last().cloned()).unwrap_or_else(|| GENERATOR.clone())
     }
 
-    fn next(&self) -> Seed {
+    /// The next so many draws, as the seed of the first.
+    fn take(&self, draws: u64) -> Seed {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let seed = *state;
-        state.stream = state.stream.wrapping_add(1);
+        state.stream = state.stream.wrapping_add(draws);
         seed
     }
 }
@@ -106,16 +108,32 @@ pub fn manual_seed(seed: u64) {
 }
 
 /// The seed of the next random operation, which is of this device.
-pub(crate) fn next_seed(op: &'static str, device: Device) -> Result<Seed> {
-    invalid!(op if is_capturing(device),
-        "not while a graph is captured: the generator is the host's, replays would draw the same again");
-    Ok(draw(|| Generator::current().next()))
+pub(crate) fn next_seed(device: Device) -> Result<Drawn> {
+    let generator = Generator::current();
+    if !is_capturing(device) {
+        return Ok(draw(|| Drawn { seed: generator.take(1), base: None }));
+    }
+    let mut made = Ok(());
+    let drawn = draw(|| {
+        captured::next(&generator, device).unwrap_or_else(|e| {
+            made = Err(e);
+            Drawn { seed: Seed::default(), base: None }
+        })
+    });
+    made.map(|()| drawn)
+}
+
+impl Drawn {
+    /// What a formula of these scalars and this seed reads.
+    pub(crate) fn params<'a>(&'a self, scalars: &'a [Scalar]) -> Params<'a> {
+        Params { scalars, seeds: std::slice::from_ref(&self.seed), base: self.base.as_deref() }
+    }
 }
 
 fn generate(op: &'static str, shape: Shape, options: TensorOptions, scalars: &[Scalar], expr: Expr) -> Result<Tensor> {
-    let seed = next_seed(op, options.device)?;
+    let drawn = next_seed(options.device)?;
     let out = Tensor::empty_like_shape(shape, options.dtype, options.device)?;
-    elementwise::apply_into(op, &[], Params { scalars, seeds: &[seed] }, &[expr], &[&out])?;
+    elementwise::apply_into(op, &[], drawn.params(scalars), &[expr], &[&out])?;
     Ok(out)
 }
 
@@ -187,6 +205,7 @@ impl Tensor {
     pub fn randperm(n: usize, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();
         const BLOCK: usize = 512;
+        capture::refuse(device, "randperm", "the host shuffles: a replay would bring the same order again")?;
         let out = Tensor::empty_like_shape(n, DType::I64, device)?; // fails where n is too large
         let mut order: Vec<i64> = Vec::new();
         order.try_reserve_exact(n).map_err(|_| Error::OutOfMemory {
@@ -195,7 +214,7 @@ impl Tensor {
             detail: "randperm shuffles on the host".into(),
         })?;
         order.extend(0..n as i64);
-        let (seed, mut words) = (next_seed("randperm", device)?, [0i64; 2 * BLOCK]);
+        let (seed, mut words) = (next_seed(device)?.seed, [0i64; 2 * BLOCK]);
         for first in (0..n).step_by(BLOCK).rev() {
             seed.fill::<Bits, _>(2 * first as u64, &mut words, i64::from);
             for i in (first.max(1)..n.min(first + BLOCK)).rev() {
@@ -221,8 +240,8 @@ impl Tensor {
         let expr = Expr::uniform(0).lt(Expr::scalar(0)).select(0.0, Expr::input(0) * Expr::scalar(1));
         let scale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
         let scalars = [Scalar::Float(p), Scalar::Float(scale)];
-        let params = Params { scalars: &scalars, seeds: &[next_seed(op, self.device())?] };
-        elementwise::apply_tracked(op, &[self], params, &expr, self.dtype, &|i| expr.diff(i))
+        let drawn = next_seed(self.device())?;
+        elementwise::apply_tracked(op, &[self], drawn.params(&scalars), &expr, self.dtype, &|i| expr.diff(i))
     }
 
     /// [`Tensor::dropout`] of whole channels: of `[N, C, ..]` all elements of a channel are zeroed, or none (PyTorch's

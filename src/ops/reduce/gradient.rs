@@ -94,7 +94,7 @@ impl Backward {
                 None => grad.shallow_clone(),
             };
             let (scalars, derivative) = ([Scalar::Float(n)], self.row.derivative().expect("it has a formula"));
-            let params = Params { scalars: &scalars, seeds: &[] };
+            let params = Params::of(&scalars);
             let grad = apply_tracked(op, &[&x, &y, &grad], params, derivative, self.dtype, &|i| derivative.diff(i))?;
             Ok(SmallVec::from_iter([Some(grad)]))
         })
@@ -113,7 +113,7 @@ impl Backward {
             _ => {
                 let (grad, scalars) = (ctx.grad()?, [Scalar::Float(n)]);
                 let derivative = derivative(&Expr::input(0), &Expr::scalar(0));
-                let params = Params { scalars: &scalars, seeds: &[] };
+                let params = Params::of(&scalars);
                 apply_tracked(self.row.name, &[&grad], params, &derivative, self.dtype, &|i| derivative.diff(i))
             }
         }

@@ -183,7 +183,8 @@ fn degrees_of_freedom(op: &'static str, t: &Tensor, dims: &ReduceDims, correctio
 
 /// `grad * x / (root * n)`: the gradient of `root = sqrt(sum(x²) / n)`, 0 where the root is.
 fn derivative(x: &Tensor, root: &Tensor, grad: &Tensor, n: f64) -> Result<Tensor> {
-    let (e, params) = (Expr::input(1), Params { scalars: &[Scalar::Float(n)], seeds: &[] });
+    let (e, n) = (Expr::input(1), [Scalar::Float(n)]);
+    let params = Params::of(&n);
     let derivative = e.eq(0.0).select(0.0, Expr::input(0) / (&e * Expr::scalar(0))) * Expr::input(2);
     Ok(apply("sqrt", &[x, root, grad], params, &[derivative], &[x.dtype])?.remove(0))
 }

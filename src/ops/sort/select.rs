@@ -232,7 +232,7 @@ impl Tensor {
             let starts = Tensor::zeros(x.shape(), (DType::I64, x.device()))?;
             let (next, this) = (values.narrow(dim, 1, n - 1)?, values.narrow(dim, 0, n - 1)?);
             let differs = Expr::input(0).ne(Expr::input(1)).select(Expr::input(2), Expr::scalar(0));
-            let params = Params { scalars: &scalars, seeds: &[] };
+            let params = Params::of(&scalars);
             apply_into(
                 op,
                 &[&next, &this, &place.narrow(dim, 1, n - 1)?],

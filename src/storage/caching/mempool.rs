@@ -208,6 +208,12 @@ impl MemPool {
         block.owner == allocator.number && allocator.lock().heap.held(block.id()).pool == self.0.id
     }
 
+    /// Runs `f`, inside of [`use_mem_pool`]: what this thread allocates there from the pool's allocator is of no pool.
+    pub(crate) fn leave<R>(&self, f: impl FnOnce() -> R) -> R {
+        let _route = Route::enter(self.0.allocator.number, 0);
+        f()
+    }
+
     /// The numbers of its live blocks.
     pub(crate) fn live(&self) -> HashSet<u32> {
         self.0.allocator.lock().heap.blocks_of_pool(self.0.id, Use::Live).collect()

@@ -151,6 +151,10 @@ fn parameters(launch: &Launch, operands: &[MapOperand], rank: usize) -> Vec<(Str
         param("const ulong", format!("key{i}"));
         param("const ulong", format!("stream{i}"));
     }
+    if launch.base.is_some() {
+        param("__global const ulong*", "base".into());
+        param("const ulong", "base_offset".into());
+    }
     if program.can_fault(launch.compute) {
         param("__global int*", "fault".into());
     }
@@ -320,7 +324,11 @@ impl Writer<'_> {
             (0..program.inputs()).map(|k| if used(k) { format!("({c}){}", load(k)) } else { "0".into() }).collect();
         call.extend((0..program.scalars()).map(|i| format!("s{i}")));
         if program.seeds() > 0 {
-            (0..program.seeds()).for_each(|i| call.push(format!("key{i}, stream{i}")));
+            let [key, stream] = match self.launch.base {
+                Some(_) => [" + base[base_offset]", " + base[base_offset + 1]"],
+                None => ["", ""],
+            };
+            (0..program.seeds()).for_each(|i| call.push(format!("key{i}{key}, stream{i}{stream}")));
             call.push(if width > 1 { "e + k".into() } else { "e".into() });
         }
         if program.can_fault(compute) {

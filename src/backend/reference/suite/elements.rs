@@ -25,7 +25,7 @@ fn computed(
         let inputs = inputs.iter().map(|t| side.put(t)).collect::<Result<Vec<_>>>()?;
         let outs = outs.iter().map(|t| side.put(t)).collect::<Result<Vec<_>>>()?;
         let (scalars, seeds) = ([Scalar::Float(0.5), Scalar::Int(3)], [Seed { key: 7, stream: 1 }; 3]);
-        let params = Params { scalars: &scalars, seeds: &seeds };
+        let params = Params { scalars: &scalars, seeds: &seeds, base: None };
         let (inputs, outputs): (Vec<_>, Vec<_>) = (inputs.iter().collect(), outs.iter().collect());
         side.backend.map(&Formulas { op: "map", inputs: &inputs, params, exprs, outputs: &outputs })?;
         Ok(Some(outs))

@@ -1,0 +1,216 @@
+//! Training steps in graphs: what changes from step to step, the optimisers' numbers and the random ones, changes from replay to
+//! replay as it would from call to call.
+
+use claystone::autograd::checkpoint;
+use claystone::ops::Seed;
+use claystone::optim::{
+    AdagradConfig, AdamConfig, AdamWConfig, Fused, LionConfig, Optimizer, RmsPropConfig, Rule, Scheduler, SgdConfig,
+    StepLr,
+};
+use claystone::{DType, Device, Generator, Graph, Result, Tensor, no_grad, with_generator};
+
+use crate::common::{devices, values, vec};
+
+fn opencl() -> impl Iterator<Item = Device> {
+    devices().into_iter().filter(|&device| device != Device::Cpu)
+}
+
+fn ramp(shape: &[usize], scale: f32, device: Device) -> Tensor {
+    let n: usize = shape.iter().product();
+    let values: Vec<f32> = (0..n).map(|i| ((i * 37 + 11) % 101) as f32 / 101.0 * scale - scale / 2.0).collect();
+    Tensor::from_slice(&values, shape, device).unwrap()
+}
+
+/// Two parameters, the second of which has a gradient in every step but those that are told not to.
+struct Pair<R> {
+    leaves: [Tensor; 2],
+    gradients: [Tensor; 2],
+    optimizer: Fused<R>,
+}
+
+impl<R: Rule> Pair<R> {
+    fn new(rule: R, dtype: DType, device: Device) -> Pair<R> {
+        let of = |shape: &[usize], scale| ramp(shape, scale, device).to_dtype(dtype).unwrap();
+        let mut leaves = [of(&[6, 7], 2.0), of(&[9], 3.0)].map(|t| t.requires_grad_(true).unwrap());
+        let optimizer = Fused::new(leaves.iter_mut().collect(), rule).unwrap();
+        let gradients = [of(&[6, 7], 1.5), of(&[9], 0.7)];
+        Pair { leaves, gradients, optimizer }
+    }
+
+    fn step(&mut self) -> Result<()> {
+        self.optimizer.zero_grad();
+        for (leaf, gradient) in self.leaves.iter().zip(&self.gradients) {
+            leaf.mul(gradient)?.sum((), false)?.backward()?;
+        }
+        self.optimizer.step()
+    }
+
+    fn state(&self) -> Vec<(String, Vec<f64>)> {
+        let of = |(name, t): (&str, &Tensor)| (name.to_string(), values(t));
+        let dict = self.optimizer.state_dict().unwrap();
+        let leaves = self.leaves.iter().map(|leaf| ("leaf".to_string(), values(&leaf.detach())));
+        dict.iter().map(of).chain(leaves).collect()
+    }
+}
+
+/// Steps, captured and not, with a learning rate that changes, and steps after that.
+fn follows<R: Rule>(rule: R) {
+    for device in opencl() {
+        for dtype in [DType::F32, DType::BF16, DType::F64] {
+            let make = || Pair::new(rule.clone(), dtype, device);
+            let (mut eager, mut replayed) = (make(), make());
+            // A step before the capture, so that replays do not begin with the first.
+            (eager.step().unwrap(), replayed.step().unwrap());
+            let schedule = || StepLr { step_size: 2, gamma: 0.5 };
+            let mut schedulers =
+                [&mut eager, &mut replayed].map(|pair| Scheduler::new(&mut pair.optimizer, schedule()).unwrap());
+            let (graph, ()) = Graph::capture(device, || replayed.step()).unwrap();
+            assert_eq!(replayed.state(), eager.state(), "{} captured in {dtype} on {device}", R::NAME);
+            for step in 0..5 {
+                for (i, scale) in [1.0, 0.3].into_iter().enumerate() {
+                    for pair in [&eager, &replayed] {
+                        pair.gradients[i].mul_scalar_(1.0 + scale * f64::from(step)).unwrap();
+                    }
+                }
+                eager.step().unwrap();
+                graph.replay().unwrap();
+                assert_eq!(replayed.state(), eager.state(), "{} step {step} in {dtype} on {device}", R::NAME);
+                for (pair, scheduler) in [&mut eager, &mut replayed].into_iter().zip(&mut schedulers) {
+                    scheduler.step(&mut pair.optimizer).unwrap();
+                }
+                // What is written to the parameters meanwhile counts for both.
+                if step == 2 {
+                    no_grad(|| [&eager, &replayed].map(|pair| pair.leaves[0].mul_scalar_(0.5).map(drop).unwrap()));
+                }
+                if step == 3 {
+                    (eager.step().unwrap(), replayed.step().unwrap());
+                }
+            }
+            // The state goes elsewhere, with the number of steps.
+            let mut other = make();
+            other.optimizer.load_state_dict(&replayed.optimizer.state_dict().unwrap()).unwrap();
+            let steps = |pair: &Pair<R>| pair.optimizer.state_dict().unwrap().get("state.0.step").map(values);
+            assert_eq!((steps(&other), steps(&eager)), (Some(vec![7.0]), Some(vec![7.0])));
+        }
+    }
+}
+
+#[test]
+fn optimisers_count_the_steps_of_replays() {
+    follows(AdamWConfig { lr: 0.1, ..Default::default() });
+    follows(AdamConfig { lr: 0.1, amsgrad: true, weight_decay: 0.1, ..Default::default() });
+}
+
+#[test]
+fn so_do_those_whose_rates_fall_and_whose_velocity_begins() {
+    follows(SgdConfig { lr: 0.1, momentum: 0.9, dampening: 0.5, ..Default::default() });
+    follows(AdagradConfig { lr: 0.1, lr_decay: 0.3, ..Default::default() });
+    follows(RmsPropConfig { momentum: 0.5, centered: true, ..Default::default() });
+    follows(LionConfig::default());
+}
+
+/// A capture that fails leaves the optimiser as it was, and its f32 weights.
+#[test]
+fn steps_of_captures_that_fail_are_not_counted() {
+    for device in opencl() {
+        let rule = AdamWConfig { lr: 0.1, ..Default::default() };
+        let (mut eager, mut failed) = (Pair::new(rule, DType::BF16, device), Pair::new(rule, DType::BF16, device));
+        (eager.step().unwrap(), failed.step().unwrap());
+        let captured = Graph::capture(device, || {
+            failed.step()?;
+            failed.leaves[0].detach().to_vec::<half::bf16>()
+        });
+        assert!(captured.is_err());
+        let (never_replayed, ()) = Graph::capture(device, || failed.step()).unwrap();
+        drop(never_replayed);
+        (eager.step().unwrap(), failed.step().unwrap());
+        assert_eq!(failed.state(), eager.state(), "on {device}");
+    }
+}
+
+/// One draw of every kind, and gradients that draw again.
+fn draws(x: &Tensor) -> Result<Vec<Tensor>> {
+    let device = x.device();
+    let leaf = x.detach().requires_grad_(true)?;
+    let dropped = leaf.dropout(0.4)?.mul(&leaf)?;
+    dropped.sum((), false)?.backward()?;
+    let again = x.detach().requires_grad_(true)?;
+    checkpoint(|x| x[0].dropout(0.3)?.sin(), &[&again])?.sum((), false)?.backward()?;
+    let filled = x.empty_like()?;
+    filled.t()?.normal_(1.0, 2.0)?;
+    let probabilities = x.abs()?.clamp_max(1.0)?;
+    Ok(vec![
+        Tensor::rand(&[5, 9], device)?,
+        Tensor::randn(&[1000], (DType::F64, device))?,
+        Tensor::rand(&[33], (DType::BF16, device))?,
+        Tensor::randint(-3, 9, &[70], (DType::I64, device))?,
+        dropped.detach(),
+        leaf.grad().unwrap(),
+        again.grad().unwrap(),
+        filled,
+        probabilities.bernoulli()?,
+        probabilities.add_scalar(0.1)?.multinomial(6, false)?,
+        probabilities.add_scalar(0.1)?.multinomial(6, true)?,
+        x.reshape([3, 7, 2])?.dropout2d(0.5)?,
+    ])
+}
+
+#[test]
+fn replays_draw_what_calls_would() {
+    for device in opencl() {
+        let x = ramp(&[6, 7], 2.0, device);
+        let (eager, captured) = (Generator::new(5), Generator::new(5));
+        let (graph, results) =
+            with_generator(&captured, || Graph::capture(device, || draws(&x.narrow(0, 0, 6)?))).unwrap();
+        assert_eq!(captured.state(), Seed { key: 5, stream: 0 }, "a capture draws nothing");
+        let mut before = Vec::new();
+        for round in 0..4 {
+            let want = with_generator(&eager, || draws(&x)).unwrap();
+            graph.replay().unwrap();
+            let got: Vec<Vec<f64>> = results.iter().map(values).collect();
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                assert_eq!(got, &values(want), "result {i} of round {round} on {device}");
+            }
+            assert!(got != before, "others each time");
+            before = got;
+            assert_eq!(captured.state(), eager.state());
+            // Calls and replays may take turns, and either generator may be set.
+            let between = |generator| with_generator(generator, || Tensor::rand(5, device)).unwrap();
+            assert_eq!(vec(&between(&eager)), vec(&between(&captured)));
+            if round == 1 {
+                [&eager, &captured].into_iter().for_each(|generator| generator.manual_seed(1 << 40 | 17));
+            }
+        }
+    }
+}
+
+/// A graph that draws from two generators, and draws outside of it that a captured backward pass makes again.
+#[test]
+fn generators_of_their_own_and_draws_from_outside() {
+    for device in opencl() {
+        let (a, b) = (Generator::new(1), Generator::new(2));
+        let of = |generator: &Generator| with_generator(generator, || Tensor::rand(4, device));
+        let (graph, drawn) = Graph::capture(device, || Ok([of(&a)?, of(&b)?, of(&a)?])).unwrap();
+        for _ in 0..2 {
+            graph.replay().unwrap();
+        }
+        let (c, d) = (Generator::new(1), Generator::new(2));
+        (c.set_state(Seed { key: 1, stream: 2 }), d.set_state(Seed { key: 2, stream: 1 }));
+        let want = [of(&c).unwrap(), of(&d).unwrap(), of(&c).unwrap()];
+        assert_eq!(drawn.each_ref().map(vec), want.each_ref().map(vec));
+
+        let leaf = ramp(&[50], 2.0, device).requires_grad_(true).unwrap();
+        let dropped = leaf.dropout(0.5).unwrap();
+        let (graph, ()) = Graph::capture(device, || dropped.sum((), false)?.backward()).unwrap();
+        graph.replay().unwrap();
+        let kept = |t: &Tensor| vec(t).into_iter().map(|x| x != 0.0).collect::<Vec<_>>();
+        assert_eq!(kept(&leaf.grad().unwrap()), kept(&dropped.detach()));
+        // And the other way round: gradients, outside, of what the last replay drew.
+        let leaf = ramp(&[50], 2.0, device).requires_grad_(true).unwrap();
+        let (graph, dropped) = Graph::capture(device, || leaf.dropout(0.5)).unwrap();
+        graph.replay().unwrap();
+        graph.replay().unwrap();
+        dropped.sum((), false).unwrap().backward().unwrap();
+        assert_eq!(kept(&leaf.grad().unwrap()), kept(&dropped.detach()));
+    }
+}
