@@ -50,7 +50,7 @@ impl Module for BasicBlock {
     }
 }
 
-fn resnet18(width: usize, classes: usize, at: TensorOptions) -> Result<Sequential> {
+pub fn resnet18(width: usize, classes: usize, at: TensorOptions) -> Result<Sequential> {
     let mut net = conv(3, width, 3, 1, at)?.push(Activation::Relu);
     for (from, to) in [(1, 1), (1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8)] {
         let (from, to, stride) = (from * width, to * width, to / from);

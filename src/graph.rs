@@ -30,8 +30,17 @@ use crate::{Device, Error, Result, Stream, backend, with_stream};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// A whole training step is captured likewise: `zero_grad`, forward, `backward` and [`Sgd`](crate::optim::Sgd)'s step;
-/// what is a number on the host then (the learning rate) stays what it was at the capture.
+/// A whole training step is captured likewise: `zero_grad`, forward, `backward`,
+/// [`clip_grad_norm_`](crate::optim::clip_grad_norm_) and the step of any optimiser of [`optim`](crate::optim). What changes from
+/// step to step changes from replay to replay, to the same bits as if the closure were called again:
+///
+/// - **Optimisers** count a replay as a step, and each replay brings the numbers of its step to the device: bias corrections, and
+///   the learning rate that the optimiser has then. Set it between replays, directly or by a
+///   [`Scheduler`](crate::optim::Scheduler) (PyTorch's `capturable=True`, and its learning rate in a tensor).
+/// - **Random numbers**: each replay draws from the [`Generator`](crate::Generator) what calls would draw, and leaves it where they
+///   would, so that calls and replays may take turns. A graph has every generator that was current inside.
+/// - Other numbers of the host are what they were at the capture, unless [`on_replay`](Self::on_replay) brings them.
+///   [`GradScaler`](crate::optim::GradScaler) reads the gradients, which cannot be captured: bf16 does without.
 ///
 /// **Memory.** What is allocated inside comes from a pool of the graph's own, or of [several](Self::capture_in): as long as the graph lives nobody else is
 /// given it, also what was dropped inside. Tensors from outside are kept alive and do not move. When the graph is dropped,
@@ -57,8 +66,7 @@ impl Graph {
     /// # Errors
     /// Those of `f`. [`Error::Invalid`] for a device that is no OpenCL device, or whose allocator is not the caching one;
     /// inside another capture; and from what cannot be captured: reading values and waiting, writing values from the host,
-    /// random numbers, work on other streams, events, and optimisers whose step depends on how many there were
-    /// ([`AdamW`](crate::optim::AdamW)). After an error nothing has run, and the graph's memory is free again; what `f`
+    /// work on other streams, and events. After an error nothing has run, and the graph's memory is free again; what `f`
     /// itself did on the host (forgetting gradients, say) stays done.
     pub fn capture<R>(device: Device, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
         let pool = MemPool::of_device(device, MemPoolOptions::default())?; // may be the device's first use, so not recorded
@@ -151,8 +159,8 @@ impl Graph {
     /// let Some(device) = Device::all().into_iter().find(|&device| device != Device::Cpu) else { return Ok(()) };
     /// let (x, step) = (Tensor::ones(3, device)?, Tensor::zeros((), device)?);
     /// let (graph, y) = Graph::capture(device, || {
-    ///     let step = step.shallow_clone();
-    ///     let tell = move || step.fill_(STEP.load(Relaxed)).map(drop);
+    ///     let told = step.shallow_clone();
+    ///     let tell = move || told.fill_(STEP.load(Relaxed)).map(drop);
     ///     Graph::on_replay(device, tell, || _ = STEP.fetch_add(1, Relaxed))?;
     ///     x.add(&step)
     /// })?;

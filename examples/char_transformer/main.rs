@@ -3,7 +3,8 @@
 //! `cargo run --release --example char_transformer` reads this crate's own sources. On two cores of a processor (PoCL) the
 //! default 300 steps take two or three minutes, and the loss on the text held out falls below 2.2 nats a character (2.12), from 4.8
 //! where every character is as likely as any other. `--dtype bf16` does the same in mixed precision. Other text:
-//! `cargo run --release --example char_transformer -- shakespeare.txt --steps 2000`. Built with `--features mpi`,
+//! `cargo run --release --example char_transformer -- shakespeare.txt --steps 2000`. With `--graph` an OpenCL device is given the whole
+//! step at once. Built with `--features mpi`,
 //! `mpirun -n 2 target/release/examples/char_transformer --distributed` trains on two devices or processes.
 
 #[path = "../common/mod.rs"]
@@ -18,7 +19,7 @@ use clap::Parser;
 use claystone::distributed::{DataParallel, DataParallelOptions};
 use claystone::nn::Module;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
-use claystone::{DType, Device, Result, Tensor, manual_seed, no_grad};
+use claystone::{DType, Device, Graph, Result, Tensor, manual_seed, no_grad};
 use common::{Outcome, phase};
 use model::{Gpt, Sizes, Text, windows};
 
@@ -48,6 +49,12 @@ struct Args {
     /// Uses the embedding for the projection onto the vocabulary too
     #[arg(long)]
     tied: bool,
+    /// Probability that a number that a block adds is left out in training
+    #[arg(long, default_value_t = 0.0)]
+    dropout: f64,
+    /// Captures a step, which an OpenCL device then replays
+    #[arg(long, conflicts_with = "distributed")]
+    graph: bool,
     /// Learning rate of AdamW; it falls to a tenth along a cosine
     #[arg(long, default_value_t = 2e-3)]
     lr: f64,
@@ -113,6 +120,7 @@ fn main() -> Outcome {
         layers: args.layers,
         heads: args.heads,
         tied: args.tied,
+        dropout: args.dropout,
     };
     // Gradients travel in the precision in which they were computed.
     let gradient_dtype = (args.run.dtype == DType::BF16).then_some(DType::BF16);
@@ -131,11 +139,7 @@ fn main() -> Outcome {
     }
     let mut optimizer = AdamW::new(gpt.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
     let bar = args.run.progress(args.steps);
-    let started = Instant::now();
-    for step in 1..=args.steps {
-        let progress = step as f64 / args.steps as f64;
-        let lr = args.lr * (0.55 + 0.45 * (std::f64::consts::PI * progress).cos()) * (step as f64 / 20.0).min(1.0);
-        optimizer.set_learning_rates(&[lr])?;
+    let step = |optimizer: &mut AdamW| {
         optimizer.zero_grad();
         let windows = phase("data", || windows(&train, args.batch, length))?;
         let loss = phase("forward", || gpt.module().loss(&windows, args.run.dtype))?;
@@ -144,10 +148,30 @@ fn main() -> Outcome {
             clip_grad_norm_(gpt.parameters(), 1.0, 2.0)?;
             optimizer.step()
         })?;
-        if step % 20 == 0 || step == 1 {
+        Ok(loss)
+    };
+    // Replays draw other windows each time, and follow the learning rate.
+    let graph = args.graph.then(|| Graph::capture(args.run.device, || step(&mut optimizer))).transpose()?;
+    let started = Instant::now();
+    for number in 1..=args.steps {
+        let progress = number as f64 / args.steps as f64;
+        let lr = args.lr * (0.55 + 0.45 * (std::f64::consts::PI * progress).cos()) * (number as f64 / 20.0).min(1.0);
+        optimizer.set_learning_rates(&[lr])?;
+        let made;
+        let loss = match &graph {
+            Some((graph, loss)) => {
+                phase("replay", || graph.replay())?;
+                loss
+            }
+            None => {
+                made = step(&mut optimizer)?;
+                &made
+            }
+        };
+        if number % 20 == 0 || number == 1 {
             let loss: f32 = loss.item()?;
             bar.set_message(format!("loss {loss:.3}"));
-            bar.println(format!("step {step:>5}  loss {loss:.4}"));
+            bar.println(format!("step {number:>5}  loss {loss:.4}"));
         }
         bar.inc(1);
     }
@@ -155,6 +179,7 @@ fn main() -> Outcome {
     bar.finish_and_clear();
     let seconds = started.elapsed().as_secs_f64();
     let gpt = gpt.module();
+    gpt.eval();
     let mut total = 0.0;
     const BATCHES: usize = 10;
     for _ in 0..BATCHES {

@@ -1,7 +1,7 @@
 //! A small GPT: token and position embeddings, blocks of causal attention and an MLP with the norms in front, and a
 //! projection onto the vocabulary.
 
-use claystone::nn::{Activation, Embedding, LayerNorm, Linear, Module, init};
+use claystone::nn::{Activation, Dropout, Embedding, LayerNorm, Linear, Module, init};
 use claystone::ops::Attention;
 use claystone::{DType, Device, Result, Tensor, autocast, no_grad};
 
@@ -16,6 +16,8 @@ pub struct Sizes {
     pub heads: usize,
     /// Whether the projection onto the vocabulary is the embedding of tokens.
     pub tied: bool,
+    /// The probability that a number that a block adds is left out in training; 0 for none.
+    pub dropout: f64,
 }
 
 /// Attention and an MLP, each added to what came in.
@@ -27,6 +29,7 @@ struct Block {
     ln_2: LayerNorm,
     fc: Linear,
     out: Linear,
+    dropout: Option<Dropout>,
     heads: usize,
 }
 
@@ -41,6 +44,7 @@ impl Block {
             ln_2: LayerNorm::new(&[width], device)?,
             fc: linear(width, 4 * width)?.with_activation(Activation::Gelu),
             out: linear(4 * width, width)?,
+            dropout: (sizes.dropout > 0.0).then(|| Dropout::new(sizes.dropout)).transpose()?,
             heads: sizes.heads,
         };
         // As GPT-2: what is added to the residual stream is the smaller the more layers add to it.
@@ -54,13 +58,16 @@ impl Block {
 }
 
 impl Module for Block {
-    claystone::parts!(ln_1, attn, proj, ln_2, fc, out);
+    claystone::parts!(ln_1, attn, proj, ln_2, fc, out, dropout);
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let heads = self.attn.forward(&self.ln_1.forward(x)?)?;
         let causal = Attention { is_causal: true, ..Attention::default() };
         // What is added up stays in f32, whatever the products are computed in.
-        let plus = |x: &Tensor, y: Tensor| x.add(&y.to_dtype(x.dtype())?);
+        let plus = |x: &Tensor, y: Tensor| {
+            let y = self.dropout.as_ref().map_or(Ok(y.shallow_clone()), |dropout| dropout.forward(&y))?;
+            x.add(&y.to_dtype(x.dtype())?)
+        };
         let x = plus(x, self.proj.forward(&heads.packed_attention(self.heads, causal)?)?)?;
         plus(&x, self.out.forward(&self.fc.forward(&self.ln_2.forward(&x)?)?)?)
     }

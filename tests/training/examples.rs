@@ -19,10 +19,12 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use clap::Parser;
-use claystone::nn::Forward;
-use claystone::{DType, Device, io, no_grad};
+use claystone::nn::{Forward, Module, Sequential};
+use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
+use claystone::storage::{MemoryMode, with_memory_mode};
+use claystone::{DType, Device, Error, Generator, Graph, Tensor, TensorOptions, io, no_grad, with_generator};
 
-use crate::common::{alone, each_device};
+use crate::common::{alone, devices, each_device, values, vec};
 
 /// The arguments of a program: words, and then the device and others that are not known before.
 fn args<A: Parser>(words: &str, more: &[&str]) -> A {
@@ -53,6 +55,60 @@ fn resnet_learns_and_resumes() {
         assert_eq!(steps, 50);
         assert_eq!(run("5").1, 50);
     });
+}
+
+/// Steps of the ResNet with dropout in front of its last layer, captured: replays take other images, and go on as calls do.
+#[test]
+fn resnets_steps_are_captured() {
+    // What is captured reads buffers: steps that read images would have other roundings.
+    with_memory_mode(MemoryMode::Buffer, || {
+        devices().into_iter().filter(|&d| d != Device::Cpu).for_each(captured_steps)
+    });
+}
+
+fn captured_steps(device: Device) {
+    let at = TensorOptions::from(device);
+    let make = || {
+        let generator = Generator::new(4);
+        let mut net = with_generator(&generator, || resnet::resnet18(4, 10, at)).unwrap();
+        let config = AdamWConfig { lr: 1e-3, ..Default::default() };
+        let adamw = AdamW::new(net.parameters_mut(), config).unwrap();
+        let images = Tensor::zeros([6, 3, 16, 16], at).unwrap();
+        let labels = Tensor::zeros(6, (DType::I64, device)).unwrap();
+        (net, adamw, images, labels, generator)
+    };
+    let step = |net: &Sequential, adamw: &mut AdamW, images: &Tensor, labels: &Tensor| {
+        adamw.zero_grad();
+        let loss = net.forward(&images.dropout(0.2)?)?.cross_entropy(labels)?;
+        loss.backward()?;
+        let norm = clip_grad_norm_(net.parameters(), 1.0, 2.0)?;
+        adamw.step()?;
+        Ok([loss, norm])
+    };
+    let (net, mut adamw, images, labels, generator) = make();
+    let capture = || Graph::capture(device, || step(&net, &mut adamw, &images, &labels));
+    let (graph, results) = with_generator(&generator, capture).unwrap();
+    let (same, mut eager, same_images, same_labels, calls) = make();
+    let batches = Generator::new(5);
+    for number in 0..20 {
+        with_generator(&batches, || {
+            images.copy_(&Tensor::randn(images.shape(), at).unwrap()).unwrap();
+            labels.copy_(&Tensor::randint(0, 10, 6, (DType::I64, device)).unwrap()).unwrap();
+        });
+        same_images.copy_(&images).unwrap();
+        same_labels.copy_(&labels).unwrap();
+        graph.replay().unwrap();
+        let want = with_generator(&calls, || step(&same, &mut eager, &same_images, &same_labels)).unwrap();
+        assert_eq!(results.each_ref().map(vec), want.each_ref().map(vec), "step {number} on {device}");
+    }
+    // Running statistics too.
+    let state = |net: &Sequential| net.state_dict().iter().map(|(_, t)| values(t)).collect::<Vec<_>>();
+    assert_eq!(state(&net), state(&same));
+    // A label that does not exist is found as in a call.
+    labels.fill_(10).unwrap();
+    graph.replay().unwrap();
+    let told = results[0].item::<f32>();
+    assert!(matches!(told, Err(Error::IndexOutOfRange { index: 10, size: 10, .. })), "{told:?}");
 }
 
 #[test]

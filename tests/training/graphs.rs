@@ -60,7 +60,8 @@ fn follows<R: Rule>(rule: R) {
             let make = || Pair::new(rule.clone(), dtype, device);
             let (mut eager, mut replayed) = (make(), make());
             // A step before the capture, so that replays do not begin with the first.
-            (eager.step().unwrap(), replayed.step().unwrap());
+            eager.step().unwrap();
+            replayed.step().unwrap();
             let schedule = || StepLr { step_size: 2, gamma: 0.5 };
             let mut schedulers =
                 [&mut eager, &mut replayed].map(|pair| Scheduler::new(&mut pair.optimizer, schedule()).unwrap());
@@ -83,7 +84,8 @@ fn follows<R: Rule>(rule: R) {
                     no_grad(|| [&eager, &replayed].map(|pair| pair.leaves[0].mul_scalar_(0.5).map(drop).unwrap()));
                 }
                 if step == 3 {
-                    (eager.step().unwrap(), replayed.step().unwrap());
+                    eager.step().unwrap();
+                    replayed.step().unwrap();
                 }
             }
             // The state goes elsewhere, with the number of steps.
@@ -115,7 +117,8 @@ fn steps_of_captures_that_fail_are_not_counted() {
     for device in opencl() {
         let rule = AdamWConfig { lr: 0.1, ..Default::default() };
         let (mut eager, mut failed) = (Pair::new(rule, DType::BF16, device), Pair::new(rule, DType::BF16, device));
-        (eager.step().unwrap(), failed.step().unwrap());
+        eager.step().unwrap();
+        failed.step().unwrap();
         let captured = Graph::capture(device, || {
             failed.step()?;
             failed.leaves[0].detach().to_vec::<half::bf16>()
@@ -123,7 +126,8 @@ fn steps_of_captures_that_fail_are_not_counted() {
         assert!(captured.is_err());
         let (never_replayed, ()) = Graph::capture(device, || failed.step()).unwrap();
         drop(never_replayed);
-        (eager.step().unwrap(), failed.step().unwrap());
+        eager.step().unwrap();
+        failed.step().unwrap();
         assert_eq!(failed.state(), eager.state(), "on {device}");
     }
 }
@@ -195,7 +199,8 @@ fn generators_of_their_own_and_draws_from_outside() {
             graph.replay().unwrap();
         }
         let (c, d) = (Generator::new(1), Generator::new(2));
-        (c.set_state(Seed { key: 1, stream: 2 }), d.set_state(Seed { key: 2, stream: 1 }));
+        c.set_state(Seed { key: 1, stream: 2 });
+        d.set_state(Seed { key: 2, stream: 1 });
         let want = [of(&c).unwrap(), of(&d).unwrap(), of(&c).unwrap()];
         assert_eq!(drawn.each_ref().map(vec), want.each_ref().map(vec));
 

@@ -5,11 +5,11 @@ mod model;
 
 use claystone::nn::Module;
 use claystone::ops::Attention;
-use claystone::optim::{AdamW, AdamWConfig, Optimizer};
-use claystone::{DType, Device, Tensor, manual_seed, no_grad};
+use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
+use claystone::{DType, Device, Generator, Graph, Result, Tensor, manual_seed, no_grad, with_generator};
 use model::{Gpt, Sizes, Text, windows};
 
-use crate::common::{alone, devices};
+use crate::common::{alone, devices, vec};
 
 const STEPS: usize = 100;
 
@@ -20,7 +20,7 @@ fn text(device: Device) -> (Text, Tensor) {
 }
 
 fn sizes(text: &Text, tied: bool) -> Sizes {
-    Sizes { vocabulary: text.characters.len(), context: 12, width: 16, layers: 1, heads: 2, tied }
+    Sizes { vocabulary: text.characters.len(), context: 12, width: 16, layers: 1, heads: 2, tied, dropout: 0.0 }
 }
 
 /// The mean loss of the first and of the last five steps.
@@ -56,6 +56,48 @@ fn it_learns_the_same_on_every_device_and_in_mixed_precision() {
             let (_, other) = train(device, precision);
             println!("{device} {precision}: {other}");
             assert!((other - end).abs() <= 0.01 * end, "{other} on {device} in {precision}, {end} on the CPU in f32");
+        }
+    }
+}
+
+/// A step with windows of its own, dropout, clipping and AdamW.
+fn whole_step(gpt: &Gpt, adamw: &mut AdamW, numbers: &Tensor, precision: DType) -> Result<[Tensor; 2]> {
+    adamw.zero_grad();
+    let loss = gpt.loss(&windows(numbers, 8, 13)?, precision)?;
+    loss.backward()?;
+    let norm = clip_grad_norm_(gpt.parameters(), 0.5, 2.0)?;
+    adamw.step()?;
+    Ok([loss, norm])
+}
+
+/// Captured once, steps go on as calls do: other windows, other numbers dropped, AdamW's corrections and the learning rate.
+#[test]
+fn whole_steps_are_captured() {
+    for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
+        for (precision, tied) in [(DType::F32, false), (DType::F32, true), (DType::BF16, false)] {
+            let (text, numbers) = text(device);
+            let make = || {
+                let generator = Generator::new(3);
+                let sizes = Sizes { layers: 2, dropout: 0.1, ..sizes(&text, tied) };
+                let mut gpt = with_generator(&generator, || Gpt::new(sizes, device)).unwrap();
+                let config = AdamWConfig { lr: 1e-2, ..Default::default() };
+                let adamw = AdamW::new(gpt.parameters_mut(), config).unwrap();
+                (gpt, adamw, generator)
+            };
+            let ((eager, mut by_call, calls), (replayed, mut by_replay, replays)) = (make(), make());
+            let (graph, results) = with_generator(&replays, || {
+                Graph::capture(device, || whole_step(&replayed, &mut by_replay, &numbers, precision)).unwrap()
+            });
+            for step in 0..20 {
+                let rate = 1e-2 / (1.0 + f64::from(step));
+                [&mut by_call, &mut by_replay].into_iter().for_each(|adamw| adamw.set_learning_rate(rate));
+                let want = with_generator(&calls, || whole_step(&eager, &mut by_call, &numbers, precision)).unwrap();
+                graph.replay().unwrap();
+                assert_eq!(results.each_ref().map(vec), want.each_ref().map(vec), "step {step}, {precision}, {device}");
+            }
+            for (a, b) in eager.parameters().into_iter().zip(replayed.parameters()) {
+                assert_eq!(vec(a), vec(b));
+            }
         }
     }
 }
