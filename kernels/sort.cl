@@ -1,8 +1,8 @@
 // Stable sorting along a dim of a strided tensor, and searching in what is sorted; but for the search it comes after key.cl.
 // The host gives: A (dtype), V (an unsigned type of the element's size), PLACE (the type of indices: uint or ulong),
 // NK (rank), IDX, BLOCK, FINAL where the launch writes the results, and one of BLOCKS, MERGE, SEARCH. Keys and indices
-// of line l are elements [l * n, l * n + n) of `keys` and `at`; there BLOCKS sorts every BLOCK of them, and each MERGE
-// makes one run of two. Equal keys stay in the order of their indices.
+// of line l are elements [l * n, l * n + n) of `keys` and `at`; there BLOCKS sorts every BLOCK of them (with RADIX by the digits
+// from bit FROM_BIT to TO_BIT), and each MERGE makes one run of two. Equal keys stay in the order of their indices.
 
 #ifndef SEARCH
 STRIDED_DIMS(Rest, NK)
@@ -61,6 +61,104 @@ __kernel void sort_blocks(PARAMETERS) {
     for (IDX i = 0; i < len; ++i)
         PUT(line, i, a[i]);
 #endif
+}
+#elif defined(RADIX)
+// A group sorts one block in local memory by its digits of four bits, the lowest first. A work-item has ITEMS elements in a row. In
+// each pass it counts how many it has of each digit; the running sum of these counts, digit by digit and within a digit item by item,
+// says where its elements go, so that equal digits stay in order.
+#define ITEMS (TILE / GROUP)
+#define DIGIT(key) ((uint)((key) >> bit) & 15)
+// Work-items whose places differ by a power of two would otherwise wait for one bank of local memory.
+#define PADDED(p) ((p) + ((p) >> 5))
+// Of digits d and d + 8, which one running sum adds up at once.
+typedef union {
+    ushort each[2];
+    uint both;
+} Counts;
+#define COUNT_OF(digit) counted[((digit) & 7) * PADDED(GROUP)].each[(digit) >> 3]
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PARAMETERS) {
+    NUMBERS;
+    const IDX segments = (n + TILE - 1) / TILE, segment = (IDX)get_group_id(0), line = segment / segments;
+    const IDX first = segment % segments * TILE;
+    const uint lid = get_local_id(0), len = (uint)min(n - first, (IDX)TILE);
+    __local Key k[PADDED(TILE)];
+    __local ushort a[PADDED(TILE)];
+    __local Counts counts[PADDED(8 * GROUP)];
+    __local uint sums[GROUP], rows[GROUP / 16];
+    // Pointers, so that the distances of what an item has in a row are constants of the instructions.
+    __local Key *const own_k = k + PADDED(lid * ITEMS);
+    __local ushort *const own_a = a + PADDED(lid * ITEMS);
+    __local Counts *const counted = counts + PADDED(lid), *const summed = counts + PADDED(lid * 8);
+    __local const uint *const own_sums = sums + lid / 16 * 16;
+    Key key[ITEMS];
+    ushort place[ITEMS];
+    const long from = (long)x_at + at_Rest(&rest, line);
+    for (uint i = 0; i < ITEMS; ++i) {
+        const uint s = i * GROUP + lid;
+        // What fills up the block sorts behind everything, since it comes last.
+        k[PADDED(s)] = s < len ? KEY_OF(CAT(load_, A)(x, (ulong)(from + (long)(first + s) * stride))) : (Key)-1;
+        a[PADDED(s)] = (ushort)s;
+    }
+    for (uint bit = FROM_BIT; bit < TO_BIT; bit += 4) {
+        barrier(CLK_LOCAL_MEM_FENCE);
+        #pragma unroll
+        for (uint w = 0; w < 8; ++w) counted[w * PADDED(GROUP)].both = 0;
+        uint rank[ITEMS];
+        #pragma unroll
+        for (uint i = 0; i < ITEMS; ++i) {
+            key[i] = own_k[i];
+            place[i] = own_a[i];
+            const uint digit = DIGIT(key[i]);
+            rank[i] = COUNT_OF(digit)++;
+        }
+        barrier(CLK_LOCAL_MEM_FENCE);
+        // The running sum: of eight words in a row, of sixteen work-items, of all.
+        uint words[8], sum = 0;
+        #pragma unroll
+        for (uint w = 0; w < 8; ++w) {
+            words[w] = summed[w].both;
+            sum += words[w];
+        }
+        sums[lid] = sum;
+        barrier(CLK_LOCAL_MEM_FENCE);
+        uint before = 0, total = 0;
+        #pragma unroll
+        for (uint i = 0; i < 16; ++i) {
+            const uint other = own_sums[i];
+            before += i < lid % 16 ? other : 0;
+        }
+        if (lid % 16 == 15) rows[lid / 16] = before + sum;
+        barrier(CLK_LOCAL_MEM_FENCE);
+        #pragma unroll
+        for (uint r = 0; r < GROUP / 16; ++r) {
+            const uint other = rows[r];
+            before += r < lid / 16 ? other : 0;
+            total += other;
+        }
+        before += total << 16; // digits from 8 on come after all below
+        #pragma unroll
+        for (uint w = 0; w < 8; ++w) {
+            summed[w].both = before;
+            before += words[w];
+        }
+        barrier(CLK_LOCAL_MEM_FENCE);
+        #pragma unroll
+        for (uint i = 0; i < ITEMS; ++i) {
+            const uint digit = DIGIT(key[i]), to = rank[i] + COUNT_OF(digit);
+            k[PADDED(to)] = key[i];
+            a[PADDED(to)] = place[i];
+        }
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint s = lid; s < len; s += GROUP) {
+        const uint p = a[PADDED(s)];
+#ifdef FINAL
+        PUT(line, first + s, first + p);
+#else
+        keys[keys_at + line * n + first + s] = k[PADDED(s)];
+        at[at_at + line * n + first + s] = (PLACE)(first + p);
+#endif
+    }
 }
 #else
 // A group sorts TILE elements in local memory, TILE / BLOCK blocks side by side, by Batcher's bitonic network.

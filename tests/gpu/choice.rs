@@ -65,6 +65,32 @@ fn lines(all: &[f64], n: usize) -> Vec<Vec<f64>> {
     all.chunks(n).map(<[f64]>::to_vec).collect()
 }
 
+/// Below, at and above what a group sorts at once, by comparisons and by digits.
+#[test]
+fn whole_lines_are_sorted() {
+    for device in gpus("choice::whole_lines_are_sorted") {
+        for dtype in DType::ALL {
+            let sizes = [(2, 4097), (3, 1025), (2, 4096), (1, 8191), (2, 2047), (2, 1024), (5, 2048), (4, 7)];
+            let all = is_gpu(device) || dtype == DType::F32;
+            for (rows, n) in sizes.into_iter().take(if all { sizes.len() } else { 1 }) {
+                let host = values(&upload(&numbers(rows * n, n, dtype, true), &[rows * n], dtype, Device::Cpu));
+                let t = upload(&host, &[rows, n], dtype, device);
+                for descending in [false, true].into_iter().take(if all { 2 } else { 1 }) {
+                    let what = format!("{dtype} [{rows}, {n}], {descending}");
+                    same(t.sort(1, descending).unwrap(), &lines(&host, n), |line| sorted(line, descending), &what);
+                }
+            }
+        }
+        // Along the first dim, from an offset, and backwards: each line has its elements far from each other.
+        let host = numbers(2 * 1500 * 3, 5, DType::F32, true);
+        let t = upload(&host, &[2, 1500, 3], DType::F32, device).narrow(0, 1, 1).unwrap().flip([1]).unwrap();
+        let (top, at) = t.sort(1, false).unwrap();
+        let last = |t: &Tensor| t.transpose(1, 2).unwrap().contiguous().unwrap();
+        let line = |c: usize| (0..1500).rev().map(|i| host[(1500 + i) * 3 + c]).collect::<Vec<_>>();
+        same((last(&top), last(&at)), &[line(0), line(1), line(2)], |line| sorted(line, false), "columns");
+    }
+}
+
 #[test]
 fn the_first_and_the_middle_of_lines() {
     for device in gpus("choice::the_first_and_the_middle_of_lines") {

@@ -16,8 +16,10 @@ const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
 
 /// Elements that a processor's work-item sorts by itself: a power of four, so that they end up where they began.
 const SERIAL: usize = 1 << 12;
-/// Elements that a group sorts in local memory, where their indices have 32 bits: with keys of 64 bits 12 KiB.
+/// Elements that a group sorts in local memory by comparisons, where their indices have 32 bits: with keys of 64 bits 12 KiB.
 const TILE: usize = 1 << 10;
+/// Elements of a work-item, in registers, where a group sorts by digits.
+const ITEMS: usize = 16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
@@ -39,6 +41,8 @@ struct SortLaunches<'a> {
     lines: &'a Lines,
     block: usize,
     tile: usize,
+    /// Whether blocks are sorted by their digits.
+    radix: bool,
     group: usize,
     /// Type of indices.
     place: DType,
@@ -50,10 +54,16 @@ pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indic
     let n = lines.n;
     let cpu = device.info().kind == DeviceKind::Cpu;
     let place = if is_wide([n]) { DType::I64 } else { DType::U32 };
-    let tile = if cpu { SERIAL } else { TILE * 4 / place.size() };
+    let most = radix_tile(device, x.dtype).min(n.next_power_of_two());
+    let radix = !cpu && most > TILE;
+    let tile = match radix {
+        true => most,
+        false if cpu => SERIAL,
+        false => TILE * 4 / place.size(),
+    };
     let block = n.next_power_of_two().clamp(2, tile);
     let group = group_size(device).min(tile / 2);
-    let job = SortLaunches { x, descending, values, indices, lines, block, tile, group, place };
+    let job = SortLaunches { x, descending, values, indices, lines, block, tile, radix, group, place };
     let runs = || -> Result<Runs> {
         let key = if short(x.dtype) { DType::U32 } else { DType::I64 };
         let count = lines.count * n;
@@ -98,7 +108,7 @@ impl SortLaunches<'_> {
             self.place as u64,
             lines.rank() as u64,
             stage as u64,
-            u64::from(wide) | u64::from(self.descending) << 1 | u64::from(last) << 2,
+            u64::from(wide) | u64::from(self.descending) << 1 | u64::from(last) << 2 | u64::from(self.radix) << 3,
         ];
         let name = if stage == Stage::Blocks { "sort_blocks" } else { "sort_merge" };
         let kernel = kernel(device, KernelKey::new(name, &params), name, || self.source(stage, last, wide))?;
@@ -129,10 +139,12 @@ impl SortLaunches<'_> {
     }
 
     fn source(&self, stage: Stage, last: bool, wide: bool) -> String {
+        let [low, high] = digits(self.x.dtype);
         format!(
-            "#define {}\n{}#define PLACE {}\n#define NK {}\n#define IDX {}\n\
+            "#define {}\n{}#define FROM_BIT {low}\n#define TO_BIT {high}\n{}#define PLACE {}\n#define NK {}\n#define IDX {}\n\
              #define BLOCK {}\n#define TILE {}\n#define GROUP {}\n{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
             if stage == Stage::Blocks { "BLOCKS" } else { "MERGE" },
+            flag(self.radix, "RADIX"),
             keys_of(self.x.dtype, self.descending),
             if self.place == DType::U32 { "uint" } else { "ulong" },
             self.lines.rank(),
@@ -142,6 +154,27 @@ impl SortLaunches<'_> {
             self.group,
             flag(last, "FINAL"),
         )
+    }
+}
+
+/// Elements of the largest block that a group can sort by digits: what it has room for in local memory.
+fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
+    let (group, key) = (group_size(device), if short(dtype) { 4 } else { 8 });
+    let fits = |tile: &usize| (tile * (key + 2) + 36 * group) * 33 / 32 + 128 <= device.info().local_memory;
+    std::iter::successors(Some(group * ITEMS), |tile| Some(tile / 2))
+        .find(|tile| *tile <= TILE || fits(tile))
+        .unwrap_or(0)
+}
+
+/// The bits in which keys of a dtype differ, in fours. Of halves, which are widened, the lowest are all zeros or all ones as the sign says.
+fn digits(dtype: DType) -> [usize; 2] {
+    match dtype {
+        DType::F16 => [12, 32],
+        DType::BF16 => [16, 32],
+        DType::Bool => [0, 4],
+        DType::U8 => [0, 8],
+        _ if short(dtype) => [0, 32],
+        _ => [0, 64],
     }
 }
 
