@@ -1,8 +1,10 @@
 // Stable sorting along a dim of a strided tensor, and searching in what is sorted; but for the search it comes after key.cl.
 // The host gives: A (dtype), V (an unsigned type of the element's size), PLACE (the type of indices: uint or ulong),
-// NK (rank), IDX, BLOCK, FINAL where the launch writes the results, and one of BLOCKS, MERGE, SEARCH. Keys and indices
-// of line l are elements [l * n, l * n + n) of `keys` and `at`; there BLOCKS sorts every BLOCK of them (with RADIX by the digits
-// from bit FROM_BIT to TO_BIT), and each MERGE makes one run of two. Equal keys stay in the order of their indices.
+// NK (rank), IDX, FIRST where the launch reads the elements and FINAL where it writes the results, and one of BLOCKS, MERGE, COUNT,
+// SCATTER, SEARCH. Keys and indices of line l are elements [l * n, l * n + n) of `keys` and `at`; there BLOCKS sorts every BLOCK of
+// them (with RADIX by the digits from bit FROM_BIT to TO_BIT), and each MERGE makes one run of two. COUNT and SCATTER sort whole
+// lines by the byte from bit `run` on, in tiles: how many of a tile have each byte, and, with the running sum of that, where each
+// goes. All go from `keys` and `at` to the other two. Equal keys stay in the order of their indices.
 
 #ifndef SEARCH
 STRIDED_DIMS(Rest, NK)
@@ -10,7 +12,7 @@ STRIDED_DIMS(Rest, NK)
 #define PARAMETERS                                                                                                     \
     __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *places, ulong places_at,       \
         __global Key *keys, ulong keys_at, __global PLACE *at, ulong at_at, __global Key *keys_b, ulong keys_b_at,     \
-        __global PLACE *at_b, ulong at_b_at, Rest rest, ulong lines_, ulong n_, long stride, ulong inner_, ulong run_
+        __global PLACE *at_b, ulong at_b_at, __global PLACE *counts, ulong counts_at, Rest rest, ulong lines_, ulong n_, long stride, ulong inner_, ulong run_
 #define NUMBERS const IDX lines = (IDX)lines_, n = (IDX)n_, inner = (IDX)inner_
 
 // Element i of the sorted line is the one that had index p.
@@ -21,9 +23,25 @@ STRIDED_DIMS(Rest, NK)
         y[y_at + put_at] = ((__global const V *)x)[put_from];                                                          \
         places[places_at + put_at] = (long)(p);                                                                        \
     }
+
+// The tile of a line that a group works on: tile `segment` of `segments`, `len` elements from element `first` on, of which this is the
+// key of element s.
+#define TILES                                                                                                          \
+    NUMBERS;                                                                                                           \
+    const IDX segments = (n + TILE - 1) / TILE, group = (IDX)get_group_id(0), line = group / segments;                 \
+    const IDX segment = group % segments, first = segment * TILE;                                                      \
+    const uint lid = get_local_id(0), len = (uint)min(n - first, (IDX)TILE);                                           \
+    const long from = (long)x_at + at_Rest(&rest, line)
+#ifdef FIRST
+#define KEY_AT(s) KEY_OF(CAT(load_, A)(x, (ulong)(from + (long)(first + (s)) * stride)))
+#else
+#define KEY_AT(s) keys[keys_at + line * n + first + (s)]
+#endif
+// Where tile `segment` has its count of a byte.
+#define COUNT_AT(byte) (line * 256 * segments + (byte) * segments + segment)
 #endif
 
-#ifdef BLOCKS
+#if defined(BLOCKS) || defined(SCATTER)
 #ifdef IS_CPU
 // A work-item merges its block bottom up, back and forth between the two places.
 __kernel void sort_blocks(PARAMETERS) {
@@ -33,8 +51,8 @@ __kernel void sort_blocks(PARAMETERS) {
     if (line >= lines)
         return;
     const long from = (long)x_at + at_Rest(&rest, line);
-    __global Key *k = keys + keys_at + line * n + first, *l = keys_b + keys_b_at + line * n + first;
-    __global PLACE *a = at + at_at + line * n + first, *b = at_b + at_b_at + line * n + first;
+    __global Key *k = keys_b + keys_b_at + line * n + first, *l = keys + keys_at + line * n + first;
+    __global PLACE *a = at_b + at_b_at + line * n + first, *b = at + at_at + line * n + first;
     for (IDX i = 0; i < len; ++i) {
         k[i] = KEY_OF(CAT(load_, A)(x, (ulong)(from + (long)(first + i) * stride)));
         a[i] = (PLACE)(first + i);
@@ -63,9 +81,9 @@ __kernel void sort_blocks(PARAMETERS) {
 #endif
 }
 #elif defined(RADIX)
-// A group sorts one block in local memory by its digits of four bits, the lowest first. A work-item has ITEMS elements in a row. In
+// A group sorts one tile in local memory by its digits of four bits, the lowest first. A work-item has ITEMS elements in a row. In
 // each pass it counts how many it has of each digit; the running sum of these counts, digit by digit and within a digit item by item,
-// says where its elements go, so that equal digits stay in order.
+// says where its elements go, so that equal digits stay in order. SCATTER sorts by one byte, and sends each run of a byte on.
 #define ITEMS (TILE / GROUP)
 #define DIGIT(key) ((uint)((key) >> bit) & 15)
 // Work-items whose places differ by a power of two would otherwise wait for one bank of local memory.
@@ -76,27 +94,23 @@ typedef union {
     uint both;
 } Counts;
 #define COUNT_OF(digit) counted[((digit) & 7) * PADDED(GROUP)].each[(digit) >> 3]
-__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PARAMETERS) {
-    NUMBERS;
-    const IDX segments = (n + TILE - 1) / TILE, segment = (IDX)get_group_id(0), line = segment / segments;
-    const IDX first = segment % segments * TILE;
-    const uint lid = get_local_id(0), len = (uint)min(n - first, (IDX)TILE);
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARAMETERS) {
+    TILES;
     __local Key k[PADDED(TILE)];
     __local ushort a[PADDED(TILE)];
-    __local Counts counts[PADDED(8 * GROUP)];
+    __local Counts of_digits[PADDED(8 * GROUP)];
     __local uint sums[GROUP], rows[GROUP / 16];
     // Pointers, so that the distances of what an item has in a row are constants of the instructions.
     __local Key *const own_k = k + PADDED(lid * ITEMS);
     __local ushort *const own_a = a + PADDED(lid * ITEMS);
-    __local Counts *const counted = counts + PADDED(lid), *const summed = counts + PADDED(lid * 8);
+    __local Counts *const counted = of_digits + PADDED(lid), *const summed = of_digits + PADDED(lid * 8);
     __local const uint *const own_sums = sums + lid / 16 * 16;
     Key key[ITEMS];
     ushort place[ITEMS];
-    const long from = (long)x_at + at_Rest(&rest, line);
     for (uint i = 0; i < ITEMS; ++i) {
         const uint s = i * GROUP + lid;
-        // What fills up the block sorts behind everything, since it comes last.
-        k[PADDED(s)] = s < len ? KEY_OF(CAT(load_, A)(x, (ulong)(from + (long)(first + s) * stride))) : (Key)-1;
+        // What fills up the tile sorts behind everything, since it comes last.
+        k[PADDED(s)] = s < len ? KEY_AT(s) : (Key)-1;
         a[PADDED(s)] = (ushort)s;
     }
     for (uint bit = FROM_BIT; bit < TO_BIT; bit += 4) {
@@ -150,13 +164,32 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PAR
         }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
+#ifdef SCATTER
+#define BYTE(s) ((uint)(k[PADDED(s)] >> (uint)run_) & 255)
+    // What is added to an element's place in the tile.
+    __local PLACE moved[256];
     for (uint s = lid; s < len; s += GROUP) {
-        const uint p = a[PADDED(s)];
+        if (s == 0 || BYTE(s) != BYTE(s - 1)) {
+            const IDX own = COUNT_AT(BYTE(s));
+            moved[BYTE(s)] = (own > line * 256 * segments ? counts[counts_at + own - 1] : 0) - s;
+        }
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+#endif
+    for (uint s = lid; s < len; s += GROUP) {
+        PLACE place = (PLACE)(first + a[PADDED(s)]);
+        IDX to = first + s;
+#ifdef SCATTER
+        to = (IDX)(PLACE)(moved[BYTE(s)] + s);
+#ifndef FIRST
+        place = at[at_at + line * n + place];
+#endif
+#endif
 #ifdef FINAL
-        PUT(line, first + s, first + p);
+        PUT(line, to, place);
 #else
-        keys[keys_at + line * n + first + s] = k[PADDED(s)];
-        at[at_at + line * n + first + s] = (PLACE)(first + p);
+        keys_b[keys_b_at + line * n + to] = k[PADDED(s)];
+        at_b[at_b_at + line * n + to] = place;
 #endif
     }
 }
@@ -206,8 +239,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PAR
 #ifdef FINAL
             PUT(line, i, a[s]);
 #else
-            keys[keys_at + line * n + i] = k[s];
-            at[at_at + line * n + i] = a[s];
+            keys_b[keys_b_at + line * n + i] = k[s];
+            at_b[at_b_at + line * n + i] = a[s];
 #endif
         }
     }
@@ -215,9 +248,21 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PAR
 #endif
 #endif
 
+#ifdef COUNT
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_count(PARAMETERS) {
+    TILES;
+    __local uint bytes[256];
+    for (uint b = lid; b < 256; b += GROUP) bytes[b] = 0;
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint s = lid; s < len; s += GROUP) atomic_inc(&bytes[(uint)(KEY_AT(s) >> (uint)run_) & 255]);
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint b = lid; b < 256; b += GROUP) counts[counts_at + COUNT_AT(b)] = bytes[b];
+}
+#endif
+
 #ifdef MERGE
 // Sorted runs of `run` become runs of twice that: an element's new place is its own, and how many of the other run come
-// before it, which a search finds. From `keys` and `at` to the other two.
+// before it, which a search finds.
 __kernel void sort_merge(PARAMETERS) {
     NUMBERS;
     const IDX p = (IDX)get_global_id(0), line = p / n, i = p % n, run = (IDX)run_;

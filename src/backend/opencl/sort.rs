@@ -1,10 +1,12 @@
-//! Sorting on OpenCL: `kernels/sort.cl`. Blocks first, then launches that each make one run of two.
+//! Sorting on OpenCL: `kernels/sort.cl`. Blocks first, then launches that each make one run of two; long lines by their bytes.
 
 use crate::backend::opencl::geometry::{
     LOCAL, STRIDED_DIMS, arguments, bits_type, flag, group_of, group_size, index_type, is_wide, launch_free, words,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::scan;
 use crate::backend::problem::lines::Lines;
+use crate::backend::problem::scan::Scan;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::layout::collapse::StridedDims;
@@ -21,16 +23,35 @@ const TILE: usize = 1 << 10;
 /// Elements of a work-item, in registers, where a group sorts by digits.
 const ITEMS: usize = 16;
 
+/// Of lines of up to so many tiles the tiles are merged; the passes over longer ones take less time by bytes.
+const MERGED: usize = 4;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Blocks,
     Merge,
+    Count,
+    Scatter,
 }
 
 /// Keys and the indices they came from.
 struct Runs {
     keys: Tensor,
     at: Tensor,
+}
+
+/// What a launch does, and on what.
+#[derive(Clone, Copy)]
+struct Step<'a> {
+    stage: Stage,
+    /// It reads the elements.
+    first: bool,
+    /// It writes the results.
+    last: bool,
+    runs: Option<&'a [Runs; 2]>,
+    counts: Option<&'a Tensor>,
+    /// The length of runs, or the lowest bit of a byte.
+    number: usize,
 }
 
 struct SortLaunches<'a> {
@@ -41,7 +62,7 @@ struct SortLaunches<'a> {
     lines: &'a Lines,
     block: usize,
     tile: usize,
-    /// Whether blocks are sorted by their digits.
+    /// Whether tiles are sorted by their digits.
     radix: bool,
     group: usize,
     /// Type of indices.
@@ -64,37 +85,56 @@ pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indic
     let block = n.next_power_of_two().clamp(2, tile);
     let group = group_size(device).min(tile / 2);
     let job = SortLaunches { x, descending, values, indices, lines, block, tile, radix, group, place };
-    let runs = || -> Result<Runs> {
-        let key = if short(x.dtype) { DType::U32 } else { DType::I64 };
-        let count = lines.count * n;
-        let make = |dtype| Tensor::empty_like_shape(count, dtype, x.device());
-        Ok(Runs { keys: make(key)?, at: make(place)? })
-    };
-    if n <= block && !cpu {
-        return job.launch(device, Stage::Blocks, true, None, 0);
+    let whole = n <= block;
+    let mut step = Step { stage: Stage::Blocks, first: true, last: whole, runs: None, counts: None, number: 0 };
+    if whole && !cpu {
+        return job.launch(device, step);
     }
-    let (mut from, mut to) = (runs()?, runs()?);
-    job.launch(device, Stage::Blocks, n <= block, Some([&from, &to]), 0)?;
-    let mut run = block;
-    while run < n {
-        job.launch(device, Stage::Merge, 2 * run >= n, Some([&from, &to]), run)?;
-        std::mem::swap(&mut from, &mut to);
-        run *= 2;
+    if radix && n > MERGED * tile {
+        return job.by_bytes(device);
+    }
+    // A processor's blocks need room even where they are whole lines.
+    let mut runs = job.runs()?;
+    job.launch(device, Step { runs: Some(&runs), ..step })?;
+    step.number = block;
+    while step.number < n {
+        runs.swap(0, 1);
+        let last = 2 * step.number >= n;
+        job.launch(device, Step { stage: Stage::Merge, first: false, last, runs: Some(&runs), ..step })?;
+        step.number *= 2;
     }
     Ok(())
 }
 
 impl SortLaunches<'_> {
-    /// `last`: it writes the results.
-    fn launch(
-        &self,
-        device: &'static ClDevice,
-        stage: Stage,
-        last: bool,
-        runs: Option<[&Runs; 2]>,
-        run: usize,
-    ) -> Result<()> {
-        let lines = self.lines;
+    fn runs(&self) -> Result<[Runs; 2]> {
+        let key = if short(self.x.dtype) { DType::U32 } else { DType::I64 };
+        let make = |dtype| Tensor::empty_like_shape(self.lines.count * self.lines.n, dtype, self.x.device());
+        let one = || -> Result<Runs> { Ok(Runs { keys: make(key)?, at: make(self.place)? }) };
+        Ok([one()?, one()?])
+    }
+
+    /// Byte by byte, the lowest first: three launches each.
+    fn by_bytes(&self, device: &'static ClDevice) -> Result<()> {
+        let counted = [self.lines.count, 256 * self.lines.n.div_ceil(self.tile)];
+        let room = || Tensor::empty_like_shape(&counted[..], self.place, self.x.device());
+        let (counts, sums) = (&room()?, &room()?);
+        let [low, high] = digits(self.x.dtype);
+        let (start, end) = (low / 8, high.div_ceil(8));
+        let mut runs = if end - start > 1 { Some(self.runs()?) } else { None };
+        for byte in start..end {
+            let (first, last, number) = (byte == start, byte + 1 == end, 8 * byte);
+            let step = Step { stage: Stage::Count, first, last, runs: runs.as_ref(), counts: Some(counts), number };
+            self.launch(device, step)?;
+            scan::run(Scan::Sum, counts, 1, sums, None)?;
+            self.launch(device, Step { stage: Stage::Scatter, counts: Some(sums), ..step })?;
+            runs.iter_mut().for_each(|runs| runs.swap(0, 1));
+        }
+        Ok(())
+    }
+
+    fn launch(&self, device: &'static ClDevice, step: Step<'_>) -> Result<()> {
+        let (lines, stage) = (self.lines, step.stage);
         let blocks = lines.count * lines.n.div_ceil(self.block);
         let (global, local) = match (stage, device.info().kind) {
             (Stage::Merge, _) => (lines.count * lines.n, LOCAL),
@@ -108,28 +148,38 @@ impl SortLaunches<'_> {
             self.place as u64,
             lines.rank() as u64,
             stage as u64,
-            u64::from(wide) | u64::from(self.descending) << 1 | u64::from(last) << 2 | u64::from(self.radix) << 3,
+            u64::from(wide)
+                | u64::from(self.descending) << 1
+                | u64::from(step.first) << 2
+                | u64::from(step.last) << 3
+                | u64::from(self.radix) << 4,
         ];
-        let name = if stage == Stage::Blocks { "sort_blocks" } else { "sort_merge" };
-        let kernel = kernel(device, KernelKey::new(name, &params), name, || self.source(stage, last, wide))?;
+        let name = match stage {
+            Stage::Merge => "sort_merge",
+            Stage::Count => "sort_count",
+            Stage::Blocks | Stage::Scatter if self.radix => "sort_tiles",
+            Stage::Blocks | Stage::Scatter => "sort_blocks",
+        };
+        let kernel = kernel(device, KernelKey::new(name, &params), name, || self.source(step, wide))?;
         let words = words(&lines.strided);
         let (x, y, indices) = (self.x.device_view()?, self.values.device_view()?, self.indices.device_view()?);
-        // Without runs nothing is read or written there.
-        let [from, to] = match runs {
-            Some(runs) => runs.map(|r| [&r.keys, &r.at]),
+        // What a launch does not use is the indices.
+        let [from, to] = match step.runs {
+            Some(runs) => runs.each_ref().map(|r| [&r.keys, &r.at]),
             None => [[self.indices; 2]; 2],
         };
         let runs = [from[0].device_view()?, from[1].device_view()?, to[0].device_view()?, to[1].device_view()?];
+        let counts = step.counts.unwrap_or(self.indices).device_view()?;
         let [a, b, c, d] = &runs;
         let args = arguments(
-            &[&x, &y, &indices, a, b, c, d],
+            &[&x, &y, &indices, a, b, c, d, &counts],
             [
                 Arg::Bytes(bytemuck::cast_slice(&words)),
                 Arg::U64(lines.count as u64),
                 Arg::U64(lines.n as u64),
                 Arg::I64(lines.step as i64),
                 Arg::U64(lines.inner as u64),
-                Arg::U64(run as u64),
+                Arg::U64(step.number as u64),
             ],
         );
         match stage {
@@ -138,13 +188,18 @@ impl SortLaunches<'_> {
         }
     }
 
-    fn source(&self, stage: Stage, last: bool, wide: bool) -> String {
-        let [low, high] = digits(self.x.dtype);
+    fn source(&self, step: Step<'_>, wide: bool) -> String {
+        let stage = ["BLOCKS", "MERGE", "COUNT", "SCATTER"][step.stage as usize];
+        let bits = match step.stage {
+            Stage::Blocks => digits(self.x.dtype).map(|bit| bit.to_string()),
+            _ => ["(uint)run_".into(), "((uint)run_ + 8)".into()],
+        };
         format!(
-            "#define {}\n{}#define FROM_BIT {low}\n#define TO_BIT {high}\n{}#define PLACE {}\n#define NK {}\n#define IDX {}\n\
-             #define BLOCK {}\n#define TILE {}\n#define GROUP {}\n{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
-            if stage == Stage::Blocks { "BLOCKS" } else { "MERGE" },
+            "#define {stage}\n{}#define FROM_BIT {}\n#define TO_BIT {}\n{}#define PLACE {}\n#define NK {}\n\
+             #define IDX {}\n#define BLOCK {}\n#define TILE {}\n#define GROUP {}\n{}{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
             flag(self.radix, "RADIX"),
+            bits[0],
+            bits[1],
             keys_of(self.x.dtype, self.descending),
             if self.place == DType::U32 { "uint" } else { "ulong" },
             self.lines.rank(),
@@ -152,7 +207,8 @@ impl SortLaunches<'_> {
             self.block,
             self.tile,
             self.group,
-            flag(last, "FINAL"),
+            flag(step.first, "FIRST"),
+            flag(step.last, "FINAL"),
         )
     }
 }
