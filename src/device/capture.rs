@@ -81,6 +81,8 @@ thread_local! {
     static CAPTURING: Cell<Option<Device>> = const { Cell::new(None) };
     /// How many captures this thread has begun.
     static NUMBER: Cell<u64> = const { Cell::new(0) };
+    /// How many commands the capture under way has recorded.
+    static COMMANDS: Cell<usize> = const { Cell::new(0) };
     /// Those of the capture under way.
     static HOOKS: RefCell<Vec<ReplayHook>> = const { RefCell::new(Vec::new()) };
 }
@@ -101,7 +103,18 @@ pub(super) fn begin(device: Device) -> Result<()> {
     }
     CAPTURING.set(Some(device));
     NUMBER.set(NUMBER.get() + 1);
+    COMMANDS.set(0);
     Ok(())
+}
+
+/// Counts a command that was recorded.
+pub(super) fn count_command() {
+    COMMANDS.set(COMMANDS.get() + 1);
+}
+
+/// How many commands the capture of this thread has recorded so far.
+pub(crate) fn commands() -> usize {
+    COMMANDS.get()
 }
 
 /// What tells the captures of this thread apart; from 1 on.

@@ -260,6 +260,21 @@ impl Dag {
     }
 }
 
+/// Formulas with other leaves: what `leaf` gives for one takes its place. Nothing is simplified: every operation that is left
+/// computes what it did.
+pub(crate) fn with_leaves(exprs: &[Expr], leaf: impl Fn(Leaf) -> Option<Expr>) -> Vec<Expr> {
+    let dag = Dag::new(exprs);
+    let mut made: Vec<Expr> = Vec::with_capacity(dag.nodes.len());
+    for node in &dag.nodes {
+        let new = match node.expr.op() {
+            Op::Leaf(of) => leaf(of).unwrap_or_else(|| node.expr.clone()),
+            op => Expr::node(op, node.args.iter().map(|&a| made[a].clone()).collect()),
+        };
+        made.push(new);
+    }
+    dag.roots.iter().map(|&root| made[root].clone()).collect()
+}
+
 impl PartialEq for Expr {
     /// Kernels are looked up by formula on every launch: small ones are compared where they are. What is shared deeply
     /// has too many paths to follow and is numbered first.

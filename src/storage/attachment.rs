@@ -4,10 +4,11 @@
 //! it: it goes with the last handle that is none of them.
 
 use std::any::Any;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::allocation::{Allocation, Storage};
+use super::captured;
 use crate::device::lock;
 
 type Value = Arc<dyn Any + Send + Sync>;
@@ -19,6 +20,8 @@ pub(super) struct Attachment {
     /// Handles that are counted by [`Storage::save`].
     saved: AtomicUsize,
     value: Mutex<Option<Value>>,
+    /// What a capture calls the storage; 0 for nothing.
+    number: AtomicU64,
 }
 
 /// Held while a handle on a storage with an attachment is dropped, so that the last one of two notices.
@@ -35,6 +38,23 @@ impl Attachment {
     pub(super) fn clear(&mut self) {
         if *self.present.get_mut() {
             drop(self.take());
+        }
+        let number = self.number.get_mut();
+        if *number != 0 {
+            captured::dropped(std::mem::take(number));
+        }
+    }
+
+    /// The number that captures know the storage by: no other one has it.
+    pub(super) fn number(&self) -> u64 {
+        static LAST: AtomicU64 = AtomicU64::new(0);
+        match self.number.load(Ordering::Relaxed) {
+            0 => {
+                let new = LAST.fetch_add(1, Ordering::Relaxed) + 1;
+                let set = self.number.compare_exchange(0, new, Ordering::Relaxed, Ordering::Relaxed);
+                set.map_or_else(|other| other, |_| new)
+            }
+            number => number,
         }
     }
 

@@ -2,13 +2,18 @@
 
 use std::cell::RefCell;
 use std::collections::HashSet;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::allocation::{Lease, Storage};
+use super::allocation::{Backing, Lease, Storage};
+use super::block::Block;
 use super::caching::{MemPool, use_mem_pool};
+use super::driver::opencl::OpenCl;
+use super::import::lent;
 use super::segment::Segment;
 use crate::Result;
+use crate::device::capture;
 
 /// The memory of a graph: its pool, and what it uses of what was there before.
 pub(crate) struct Captured {
@@ -18,6 +23,82 @@ pub(crate) struct Captured {
     /// Blocks of the pool that were there before.
     before: HashSet<u32>,
     pool: MemPool,
+    uses: Uses,
+}
+
+/// Which commands of a capture use which storages.
+#[derive(Default)]
+pub(crate) struct Uses {
+    /// In the order of the commands. What one command uses is there as many times as its place was asked for.
+    pub(crate) uses: Vec<Use>,
+    /// The numbers of storages that nobody has a handle on any more.
+    pub(crate) dropped: HashSet<u64>,
+}
+
+/// That a command reads or writes a storage.
+pub(crate) struct Use {
+    /// How many commands were recorded before it.
+    pub(crate) command: usize,
+    /// The [number](CapturedStorage::number) of the storage.
+    pub(crate) number: u64,
+    pub(crate) bytes: Bytes,
+}
+
+/// Bytes of a segment, by its address: a capture keeps its segments.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Bytes {
+    segment: usize,
+    pub(crate) range: Range<usize>,
+}
+
+impl Bytes {
+    pub(crate) fn overlap(&self, other: &Bytes) -> bool {
+        self.segment == other.segment && self.range.start < other.range.end && other.range.start < self.range.end
+    }
+
+    /// Those from `range.start` to `range.end` of them.
+    pub(crate) fn part(&self, range: Range<usize>) -> Bytes {
+        let start = self.range.start;
+        Bytes { segment: self.segment, range: start + range.start..start + range.end }
+    }
+}
+
+/// A storage that a command of a capture uses, which may be gone: the memory stays the graph's.
+pub(crate) struct CapturedStorage {
+    driver: OpenCl,
+    segment: Arc<Segment>,
+    offset: usize,
+    size: usize,
+    requested: usize,
+    number: u64,
+}
+
+impl CapturedStorage {
+    /// None for what is not in a device's memory.
+    pub(crate) fn of(storage: &Storage) -> Option<CapturedStorage> {
+        let Backing::OpenCl(driver, lease) = &storage.0.backing else { return None };
+        let segment = lease.block.export_segment();
+        let offset = lease.block.place().offset();
+        let (size, requested, number) = (lease.block.size(), lease.block.requested(), storage.0.attachment.number());
+        Some(CapturedStorage { driver: *driver, segment, offset, size, requested, number })
+    }
+
+    /// What tells it from other storages, also from those that have had, or will have, the same memory.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(crate) fn bytes(&self) -> Bytes {
+        Bytes { segment: Arc::as_ptr(&self.segment).addr(), range: self.offset..self.offset + self.size }
+    }
+
+    /// A handle on the memory, to record commands with.
+    pub(crate) fn again(&self) -> Result<Storage> {
+        // SAFETY: the memory belongs to the graph. Who has the handle records commands that take the place of others on the same
+        // bytes, in an order in which they read and write the same, and drops it.
+        let block = unsafe { Block::new(&self.segment, self.offset, self.size, self.requested)? };
+        Ok(lent(self.driver, block, None))
+    }
 }
 
 /// A storage that was there before the capture, and how often a capture counted it as changed.
@@ -43,7 +124,13 @@ impl Captured {
             }
         }
         let (outside, segments) = (Vec::new(), Vec::new());
-        CAPTURED.set(Some(Captured { outside, before: pool.live(), segments, pool: pool.clone() }));
+        CAPTURED.set(Some(Captured {
+            outside,
+            before: pool.live(),
+            segments,
+            pool: pool.clone(),
+            uses: Uses::default(),
+        }));
         let _end = End;
         let result = use_mem_pool(&pool, f);
         let captured = CAPTURED.take().expect("set above");
@@ -51,6 +138,11 @@ impl Captured {
             captured.outside.iter().for_each(|used| used.count(|n| n.wrapping_sub(used.changes)));
         }
         result.map(|result| (captured, result))
+    }
+
+    /// Which commands use which storages.
+    pub(crate) fn take_uses(&mut self) -> Uses {
+        std::mem::take(&mut self.uses)
     }
 
     /// Counts what every replay changes as changed once more.
@@ -83,13 +175,28 @@ pub(super) fn used(storage: &Storage, lease: &Lease) {
     CAPTURED.with_borrow_mut(|captured| {
         let Some(captured) = captured else { return };
         let segment = lease.block.export_segment();
+        let (start, size) = (lease.block.place().offset(), lease.block.size());
+        let bytes = Bytes { segment: Arc::as_ptr(&segment).addr(), range: start..start + size };
         if !captured.segments.iter().any(|known| Arc::ptr_eq(known, &segment)) {
             captured.segments.push(segment);
         }
+        captured.uses.uses.push(Use { command: capture::commands(), number: storage.0.attachment.number(), bytes });
         let known = || captured.outside.iter().any(|used| used.storage.ptr_eq(storage));
         let is_inside = captured.pool.owns(&lease.block) && !captured.before.contains(&lease.block.id());
         if !is_inside && !known() {
             captured.outside.push(Used { storage: storage.clone(), changes: 0 });
+        }
+    });
+}
+
+/// Notes that the last handle on a storage that captures know by this number was dropped.
+#[cold]
+pub(super) fn dropped(number: u64) {
+    let _ = CAPTURED.try_with(|captured| {
+        if let Ok(mut captured) = captured.try_borrow_mut()
+            && let Some(captured) = &mut *captured
+        {
+            captured.uses.dropped.insert(number);
         }
     });
 }

@@ -51,7 +51,7 @@ pub use allocation::{Allocation, Storage};
 pub use allocator::Allocator;
 pub use block::{Block, Place};
 pub use caching::{CachingAllocator, MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
-pub(crate) use captured::Captured;
+pub(crate) use captured::{Bytes, Captured, CapturedStorage, Uses};
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub(crate) use derived::ImageKey;
 pub use direct::DirectAllocator;

@@ -16,6 +16,7 @@ mod docs;
 mod edge_cases;
 mod errors;
 mod graph;
+mod graph_fusion;
 mod hooks;
 mod host_memory;
 mod idx;

@@ -24,6 +24,14 @@ pub(crate) fn ramp(n: usize) -> Vec<f32> {
     (0..n).map(|i| i as f32).collect()
 }
 
+/// A graph that adds one to t as often as is said, each time by a launch: formulas would be joined.
+pub(crate) fn adding(t: &Tensor, times: usize) -> Graph {
+    let n = t.numel();
+    let ones = on_device(&vec![1.0; n]);
+    let all = Tensor::from_slice(&(0..n as i64).collect::<Vec<_>>(), n, DEVICE).unwrap();
+    Graph::capture(DEVICE, || (0..times).try_for_each(|_| t.index_add_(0, &all, &ones).map(drop))).unwrap().0
+}
+
 pub(crate) fn on_device(values: &[f32]) -> Tensor {
     Tensor::from_slice(values, values.len(), DEVICE).unwrap()
 }
@@ -307,8 +315,8 @@ fn a_graphs_launch_that_failed_is_told_by_the_wait() {
     let Some(faults) = Faults::install("driver::a_graphs_launch_that_failed_is_told_by_the_wait", Kind::Real) else {
         return;
     };
-    let (t, one) = (on_device(&[0.0; 8]), on_device(&[1.0]));
-    let (graph, ()) = Graph::capture(DEVICE, || (0..4200).try_for_each(|_| t.add_(&one).map(|_| ()))).unwrap();
+    let t = on_device(&[0.0; 8]);
+    let graph = adding(&t, 4200);
     assert_eq!(t.to_vec::<f32>().unwrap(), [0.0; 8]);
     faults.fail_command("clEnqueueNDRangeKernel", 1, 1100, -4);
     graph.replay().unwrap();
@@ -412,9 +420,8 @@ fn is_whole<T: std::fmt::Debug>(result: Result<T>) {
 #[test]
 fn what_fails_midway_says_so() {
     let Some(faults) = Faults::install("driver::what_fails_midway_says_so", Kind::Real) else { return };
-    let (t, one) = (on_device(&[0.0; 8]), on_device(&[1.0]));
-    let step = || t.add_(&one).map(|_| ());
-    let (graph, ()) = Graph::capture(DEVICE, || (0..3).try_for_each(|_| step())).unwrap();
+    let t = on_device(&[0.0; 8]);
+    let graph = adding(&t, 3);
     faults.fail("clEnqueueNDRangeKernel", 1, 1, -4);
     is_whole(graph.replay());
     assert_eq!(t.to_vec::<f32>().unwrap(), [0.0; 8], "nothing of it");

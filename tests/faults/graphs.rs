@@ -6,7 +6,7 @@ use std::time::Duration;
 use claystone::device::ReplayMode;
 use claystone::{Device, Error, Graph, Tensor};
 
-use crate::driver::{DEVICE, is_partial, on_device};
+use crate::driver::{DEVICE, adding, is_partial, on_device};
 use crate::stand_in::{self, ALWAYS, Faults, Kind};
 
 /// The process of a test in which drivers keep commands in `kept`; none in the one that starts it.
@@ -20,12 +20,6 @@ fn install(test: &str, kept: &str) -> Option<Faults> {
         assert!(passed, "{:?}: {}", ended.status, ended.text);
     }
     here
-}
-
-/// A graph that adds one to t as often as is said.
-fn adding(t: &Tensor, times: usize) -> Graph {
-    let one = on_device(&[1.0]);
-    Graph::capture(DEVICE, || (0..times).try_for_each(|_| t.add_(&one).map(drop))).unwrap().0
 }
 
 fn first(t: &Tensor) -> f32 {

@@ -4,6 +4,7 @@ mod source;
 
 use smallvec::SmallVec;
 
+use crate::backend::opencl::fuse;
 use crate::backend::opencl::geometry::{WIDEST, free_group, group_of};
 use crate::backend::opencl::image;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
@@ -11,9 +12,9 @@ use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::problem::map::{Formulas, Launch, in_place, is_clear_of};
 use crate::backend::problem::operand::OperandKind;
-use crate::device::DeviceKind;
 use crate::device::cpu::streaming;
 use crate::device::opencl::{Arg, ClDevice, Knob, LARGEST_GROUP, SizeClass};
+use crate::device::{DeviceKind, capture};
 use crate::expr::program::Program;
 use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
@@ -81,8 +82,16 @@ struct Lines {
     streamed: bool,
 }
 
-/// Launches formulas as they were launched before for tensors of these layouts, or else prepares the launch.
+/// Launches formulas; a capture knows then what was recorded, and may join it with others.
 pub(crate) fn run(formulas: &Formulas) -> Result<()> {
+    match capture::is_capturing(formulas.outputs[0].device()) {
+        true => fuse::noted(formulas, || launch(formulas)),
+        false => launch(formulas),
+    }
+}
+
+/// Launches formulas as they were launched before for tensors of these layouts, or else prepares the launch.
+pub(crate) fn launch(formulas: &Formulas) -> Result<()> {
     if image::elementwise(formulas)? {
         return Ok(());
     }

@@ -1,6 +1,7 @@
 //! OpenCL devices: launches over problems.
 
 pub(crate) mod cross_entropy;
+mod fuse;
 pub(crate) mod gather;
 pub(crate) mod gemm;
 pub(crate) mod gemm_mma;

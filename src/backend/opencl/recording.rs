@@ -1,11 +1,13 @@
 //! Recording what a thread submits to an OpenCL device.
 
+use crate::backend::opencl::fuse::{Changes, Noting};
 use crate::backend::problem::recording;
 use crate::device::StreamId;
 use crate::device::capture::{self, ReplayMode};
 use crate::device::opencl::capture::Recorder;
 use crate::device::opencl::replay::Replayer;
 use crate::device::opencl::{self, ClDevice};
+use crate::storage::Uses;
 use crate::{Device, Result};
 
 struct Recorded<T> {
@@ -16,13 +18,16 @@ struct Recorded<T> {
 /// Begins to record.
 pub(crate) fn start(device: Device) -> Result<Box<dyn recording::Recorder>> {
     let device = opencl::open_device(device)?;
-    Ok(Box::new(Recorded { device, work: Recorder::start(device)? }))
+    Ok(Box::new(Recorded { device, work: (Recorder::start(device)?, Noting::start()) }))
 }
 
-impl recording::Recorder for Recorded<Recorder> {
-    fn finish(self: Box<Self>) -> Box<dyn recording::Recording> {
-        let Recorded { device, work } = *self;
-        Box::new(Recorded { device, work: Replayer::new(device, work.finish()) })
+impl recording::Recorder for Recorded<(Recorder, Noting)> {
+    fn finish(self: Box<Self>, uses: Uses) -> Box<dyn recording::Recording> {
+        let Recorded { device, work: (recorder, noting) } = *self;
+        let Changes { left_out, others } = noting.changes(&recorder, &uses);
+        let mut recording = recorder.finish();
+        recording.replace(&left_out, others);
+        Box::new(Recorded { device, work: Replayer::new(device, recording) })
     }
 }
 

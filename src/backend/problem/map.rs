@@ -6,7 +6,7 @@ use crate::expr::Expr;
 use crate::expr::philox::Seed;
 use crate::expr::program::Program;
 use crate::layout::collapse::StridedDims;
-use crate::{Compute, Error, Result, Scalar, Tensor};
+use crate::{Compute, DType, Error, Result, Scalar, Tensor};
 
 /// One launch, checked and ready to run on any device.
 pub(crate) struct Launch<'a> {
@@ -41,9 +41,17 @@ impl<'a> Params<'a> {
 /// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; the outputs' without
 /// inputs, or where these are all integers and an output is not.
 pub(crate) fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
-    let widest = |operands: &[&Tensor]| operands.iter().map(|t| t.dtype.compute()).max().unwrap_or(Compute::I64);
-    let widest = match widest(inputs) {
-        Compute::I64 => widest(outputs),
+    compute_type_of(program, inputs.iter().map(|t| t.dtype), outputs.iter().map(|t| t.dtype))
+}
+
+/// [`compute_type`] of operands of these dtypes.
+pub(crate) fn compute_type_of(
+    program: &Program,
+    inputs: impl Iterator<Item = DType>,
+    outputs: impl Iterator<Item = DType>,
+) -> Compute {
+    let widest = match inputs.map(DType::compute).max().unwrap_or(Compute::I64) {
+        Compute::I64 => outputs.map(DType::compute).max().unwrap_or(Compute::I64),
         float => float,
     };
     if program.uses_bits() {

@@ -3,11 +3,12 @@
 use crate::Result;
 use crate::device::StreamId;
 use crate::device::capture::ReplayMode;
+use crate::storage::Uses;
 
 /// Has what this thread submits to a device recorded, as long as it lives.
 pub(crate) trait Recorder {
-    /// What was recorded.
-    fn finish(self: Box<Self>) -> Box<dyn Recording>;
+    /// What was recorded, of commands that use what is said here.
+    fn finish(self: Box<Self>, uses: Uses) -> Box<dyn Recording>;
 }
 
 /// Recorded commands. The memory that they use is kept by whoever keeps this.

@@ -29,7 +29,8 @@ pub(crate) struct Recording {
     pub(super) faults: Option<&'static Slot>,
 }
 
-pub(super) enum Command {
+/// A command with all that it needs.
+pub(crate) enum Command {
     Kernel { kernel: ClKernel, dims: usize, global: [usize; 3], local: [usize; 3] },
     Fill { to: cl_mem, offset: usize, bytes: usize, pattern: [u8; 16], length: usize },
     Copy { from: cl_mem, to: cl_mem, from_offset: usize, to_offset: usize, bytes: usize },
@@ -66,6 +67,19 @@ impl Recorder {
         Ok(Recorder(()))
     }
 
+    /// Runs `f`, and takes away again what it records, if that is one launch.
+    pub(crate) fn apart(&self, f: impl FnOnce() -> Result<()>) -> Option<Command> {
+        let (before, launches) = RECORDER.with_borrow(|r| r.as_ref().map(|r| (r.commands.len(), r.launches)))?;
+        let made = f();
+        RECORDER.with_borrow_mut(|recorder| {
+            let recording = recorder.as_mut()?;
+            recording.launches = launches;
+            let mut made = made.is_ok().then(|| recording.commands.split_off(before));
+            recording.commands.truncate(before);
+            made.take_if(|commands| commands.len() == 1)?.pop()
+        })
+    }
+
     /// What was recorded since.
     pub(crate) fn finish(self) -> Recording {
         RECORDER.take().expect("there as long as the recorder is")
@@ -76,6 +90,17 @@ impl Drop for Recorder {
     fn drop(&mut self) {
         capture::end();
         drop(RECORDER.take());
+    }
+}
+
+impl Recording {
+    /// Leaves launches out, and puts others in the places of launches.
+    pub(crate) fn replace(&mut self, left_out: &[usize], others: Vec<(usize, Command)>) {
+        let mut commands: Vec<Option<Command>> = std::mem::take(&mut self.commands).into_iter().map(Some).collect();
+        left_out.iter().for_each(|&at| commands[at] = None);
+        others.into_iter().for_each(|(at, command)| commands[at] = Some(command));
+        self.commands = commands.into_iter().flatten().collect();
+        self.launches -= left_out.len() as u64;
     }
 }
 
@@ -98,6 +123,7 @@ impl ClDevice {
             }
             let command = command(recording)?;
             recording.commands.push(command);
+            capture::count_command();
             Ok(())
         })
     }
