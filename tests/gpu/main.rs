@@ -5,6 +5,7 @@
 mod common;
 
 mod choice;
+mod depthwise;
 mod indices;
 mod kernels;
 mod rows;

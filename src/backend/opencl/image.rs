@@ -6,7 +6,7 @@ mod map;
 mod pool;
 mod product;
 
-pub(crate) use conv::convolution;
+pub(crate) use conv::{convolution, convolves};
 pub(crate) use map::elementwise;
 pub(crate) use pool::pool;
 pub(crate) use product::product;

@@ -1,6 +1,7 @@
 //! OpenCL devices: launches over problems.
 
 pub(crate) mod cross_entropy;
+mod depthwise;
 mod fuse;
 pub(crate) mod gather;
 pub(crate) mod gemm;
@@ -34,6 +35,8 @@ pub(crate) mod window;
 mod device_tests;
 
 use crate::backend::Backend;
+use crate::backend::opencl::depthwise::Depthwise;
+use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::{
     Blocking, Chosen, Combine, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth, Recorder, Reduction, Resize,
     Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
@@ -86,6 +89,12 @@ impl Backend for OpenCl {
         has_variance() -> bool = true;
         variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
             norm::variance(rows, out, freedom, root);
+        convolution(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize, _single: bool)
+            -> Option<Box<dyn Convolution>> =
+            match image::convolves(x) {
+                true => None,
+                false => Depthwise::new(windows, x, weight, groups).map(|made| Box::new(made) as _),
+            };
         forward_convolution(
             windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize
         ) -> Result<Option<Tensor>> =

@@ -17,7 +17,7 @@ const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
 const BUSY: usize = 2048;
 
 /// Whether all places in an image, of an element and of a window, and products of them that kernels compute fit in 31 bits.
-fn is_near(w: &Windows) -> bool {
+pub(crate) fn is_near(w: &Windows) -> bool {
     let along = |d: usize| {
         let parts = [w.image[d], w.padding[d], w.behind[d], w.dilation[d] * w.kernel[d], w.grid[d] * w.stride[d]];
         let products = if w.adaptive { (w.grid[d] + 1) * (w.image[d] + 1) } else { 0 };

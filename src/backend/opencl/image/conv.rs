@@ -12,6 +12,11 @@ use crate::{Result, Tensor};
 /// Neighbouring windows that a work-item computes: COLUMNS in the template.
 const COLUMNS: usize = 4;
 
+/// Whether convolutions of this tensor are to read images.
+pub(crate) fn convolves(x: &Tensor) -> bool {
+    wanted(x, Knob::ConvolutionImages).is_some()
+}
+
 /// The convolution of `[n, c, h, w]` with a weight `[o, c / groups, kh, kw]`; `None` where buffers are to be read: unless there is
 /// one group, or as many as channels on either side. Batches beyond the height of images are cut.
 pub(crate) fn convolution(

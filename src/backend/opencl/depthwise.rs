@@ -1,0 +1,174 @@
+//! Convolutions whose groups have one channel of the image each, without columns: `kernels/depthwise.cl`.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, group_size, is_wide, launch_free, types};
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::window;
+use crate::backend::problem::conv::Convolution;
+use crate::backend::problem::windows::{Windows, four};
+use crate::backend::written;
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice, ClKernel};
+use crate::{Result, Tensor};
+
+const TEMPLATE: &str = include_str!("../../../kernels/depthwise.cl");
+
+/// Neighbours in a row that a work-item computes, where their taps do not read more than so many elements of one.
+const PER: usize = 4;
+const LINE: usize = 32;
+/// Taps whose sums a work-item keeps.
+const TAPS: usize = 64;
+/// Items of work that occupy a compute unit.
+const BUSY: usize = 2048;
+
+/// The convolution of some windows.
+pub(crate) struct Depthwise {
+    windows: Windows,
+    /// Channels of the image.
+    inner: usize,
+    per: usize,
+}
+
+/// What a launch computes; the names are those of the template's macros.
+#[derive(Debug, Clone, Copy)]
+enum Made {
+    Windows,
+    Images,
+    Weight { group: usize },
+    Sum,
+}
+
+impl Depthwise {
+    /// None for groups of several channels, for windows of which a work-item cannot keep what it needs, and where there is nothing.
+    pub(crate) fn new(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize) -> Option<Depthwise> {
+        let [_, of_group, kh, kw] = four(weight);
+        let line = |per: usize| (per - 1) * windows.stride[1] + (kw - 1) * windows.dilation[1] + 1;
+        if of_group != 1
+            || groups == 1
+            || kh * kw > TAPS
+            || x.numel() * weight.numel() == 0
+            || !window::is_near(&windows)
+        {
+            return None;
+        }
+        let per = [PER, 1].into_iter().find(|&per| line(per) <= LINE)?;
+        Some(Depthwise { windows, inner: groups, per })
+    }
+
+    fn kernel(&self, device: &'static ClDevice, made: Made, t: &Tensor, wide: bool) -> Result<Arc<ClKernel>> {
+        let Windows { kernel: [kh, kw], stride: [sh, sw], dilation: [dh, dw], .. } = self.windows;
+        let (name, group) = match made {
+            Made::Windows => ("WINDOWS", 0),
+            Made::Images => ("IMAGES", 0),
+            Made::Weight { group } => ("WEIGHT", group),
+            Made::Sum => ("SUM", 0),
+        };
+        let sizes = [kh, kw, sh, sw, dh, dw, self.per, group].map(|n| n as u64);
+        let params: SmallVec<[u64; 10]> = sizes.into_iter().chain([t.dtype as u64, wide.into()]).collect();
+        kernel(device, KernelKey::new(name, &params), "depthwise", || {
+            format!(
+                "#define {name}\n#define GROUP {group}\n#define KH {kh}\n#define KW {kw}\n#define SH {sh}\n#define SW {sw}\n\
+                 #define DH {dh}\n#define DW {dw}\n#define PER {}\n{}{STRIDED_DIMS}{TEMPLATE}",
+                self.per,
+                types(t.dtype, wide)
+            )
+        })
+    }
+
+    /// Sizes and strides as the template has them; what is not read has the strides of what is.
+    fn words(&self, channels: usize, x: &Tensor, y: &Tensor, weight: &Tensor) -> SmallVec<[i64; 20]> {
+        let Windows { image, grid, padding, .. } = self.windows;
+        let sizes = [image, grid, padding].into_iter().flatten().chain([channels, channels / self.inner]);
+        let w = weight.strides();
+        let strides = x.strides().iter().chain(y.strides()).chain([&w[0], &w[2], &w[3]]);
+        sizes.map(|n| n as i64).chain(strides.map(|&n| n as i64)).collect()
+    }
+
+    fn launch_gather(
+        &self,
+        made: Made,
+        from: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        out: &Tensor,
+        count: usize,
+    ) -> Result<()> {
+        let device = out.cl_device()?;
+        let kernel = self.kernel(device, made, from, is_wide([out.numel(), count]))?;
+        let words = self.words(four(weight)[0], from, from, weight);
+        let (x, w, y) = (from.device_view()?, weight.device_view()?, out.device_view()?);
+        let bias_or_any = bias.unwrap_or(out).device_view()?;
+        let args = arguments(
+            &[&x, &w, &bias_or_any, &y],
+            [
+                Arg::Bytes(bytemuck::cast_slice(&words)),
+                Arg::U64(count as u64),
+                Arg::U32(bias.is_some().into()),
+                Arg::I64(bias.map_or(0, |bias| bias.strides()[0]) as i64),
+            ],
+        );
+        launch_free(device, &kernel, &args, count)
+    }
+
+    /// The weight's gradient from the sums of its parts.
+    fn launch_sum(&self, device: &'static ClDevice, sums: &Tensor, parts: usize, out: &Tensor) -> Result<()> {
+        let (from, to) = (sums.device_view()?, out.device_view()?);
+        let args = arguments(&[&from, &to], [Arg::U64(out.numel() as u64), Arg::U64(parts as u64)]);
+        let kernel = self.kernel(device, Made::Sum, out, false)?;
+        launch_free(device, &kernel, &args, out.numel())
+    }
+
+    /// Windows of images, or images of windows.
+    fn gather(&self, made: Made, from: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let ([n, ..], [outer, ..]) = (four(from), four(weight));
+        let (channels, [rows, columns]) = match made {
+            Made::Windows => (outer, self.windows.grid),
+            _ => (self.inner, self.windows.image),
+        };
+        let out = Tensor::empty_like_shape([n, channels, rows, columns], from.dtype, from.device())?;
+        let count = n * channels * rows * columns.div_ceil(self.per);
+        self.launch_gather(made, from, weight, bias, &out, count)?;
+        Ok(written(out))
+    }
+}
+
+impl Convolution for Depthwise {
+    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        self.gather(Made::Windows, x, weight, bias)
+    }
+
+    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        self.gather(Made::Images, y, weight, bias)
+    }
+
+    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+        let ([n, ..], [_, channels, rows, columns]) = (four(x), four(y));
+        let Windows { kernel: [kh, kw], .. } = self.windows;
+        let device = x.cl_device()?;
+        let out = match slot {
+            Some(slot) => slot,
+            None => Tensor::empty_like_shape([channels, 1, kh, kw], x.dtype, x.device())?,
+        };
+        // A processor's work-items work alone, and are as many as there are channels and parts.
+        let group = if device.info().kind == DeviceKind::Cpu { 1 } else { group_size(device) };
+        let count = n * rows * columns.div_ceil(self.per);
+        let units = device.info().compute_units.max(1);
+        let enough = if group == 1 { 8 * units } else { units * BUSY / group };
+        let parts = enough.div_ceil(channels).min(count.div_ceil(8 * group)).max(1);
+        let each = count.div_ceil(parts);
+        let dtype = x.dtype.compute().dtype();
+        let sums = Tensor::empty_like_shape([parts, channels, kh * kw], dtype, x.device())?;
+        let wide = is_wide([count + each + group, channels * parts]);
+        let words = self.words(channels, x, y, &out);
+        let words = Arg::Bytes(bytemuck::cast_slice(&words));
+        let (from_x, from_y, to) = (x.device_view()?, y.device_view()?, sums.device_view()?);
+        let args = arguments(&[&from_x, &from_y, &to], [words, Arg::U64(count as u64), Arg::U64(each as u64)]);
+        let kernel = self.kernel(device, Made::Weight { group }, x, wide)?;
+        device.launch(&kernel, &args, &[channels * parts * group], &[group])?;
+        self.launch_sum(device, &sums, parts, &out)?;
+        Ok(written(out))
+    }
+}

@@ -1,0 +1,74 @@
+//! Convolutions of which every channel is a group, and their gradients: beside the CPU device, which is tested against the definition.
+
+use claystone::{ConvOptions, DType, Device, Result};
+
+use crate::common::gpus::{assert_same, everywhere, upload};
+use crate::common::values;
+
+struct Case {
+    /// Images, channels of theirs, channels of windows for each.
+    sizes: [usize; 3],
+    image: [usize; 2],
+    kernel: [usize; 2],
+    stride: [usize; 2],
+    padding: [usize; 2],
+    dilation: [usize; 2],
+}
+
+const CASES: [Case; 7] = [
+    Case { sizes: [2, 3, 1], image: [7, 9], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
+    Case { sizes: [1, 5, 2], image: [13, 16], kernel: [3, 3], stride: [2, 2], padding: [1, 1], dilation: [1, 1] },
+    Case { sizes: [3, 2, 1], image: [12, 17], kernel: [5, 4], stride: [1, 3], padding: [2, 0], dilation: [2, 1] },
+    Case { sizes: [2, 2, 3], image: [1, 65], kernel: [1, 4], stride: [1, 1], padding: [0, 3], dilation: [1, 2] },
+    Case { sizes: [1, 2, 1], image: [9, 40], kernel: [1, 7], stride: [1, 1], padding: [0, 24], dilation: [1, 8] },
+    Case { sizes: [2, 2, 1], image: [1, 1], kernel: [3, 3], stride: [3, 3], padding: [4, 4], dilation: [2, 2] },
+    Case { sizes: [67, 2, 1], image: [31, 33], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
+];
+
+/// Small numbers, of which sums are exact in f32; with some that are not finite.
+fn numbers(n: usize, seed: usize, special: bool) -> Vec<f64> {
+    let number = |i: usize| match (i * 7919 + seed * 31) % 211 {
+        0 if special => f64::INFINITY,
+        1 if special => f64::NAN,
+        k => (k % 17) as f64 / 4.0 - 2.0,
+    };
+    (0..n).map(number).collect()
+}
+
+/// The result and the gradients of images, weight and bias.
+fn made(case: &Case, dtype: DType, special: bool, device: Device) -> Result<Vec<Vec<f64>>> {
+    let Case { sizes: [n, c, multiplier], image: [h, w], kernel: [kh, kw], stride, padding, dilation } = *case;
+    let put = |shape: &[usize], seed: usize| {
+        let t = upload(&numbers(shape.iter().product(), seed, special), shape, dtype, device);
+        t.requires_grad_(true)
+    };
+    // Images are every second row of larger ones, mirrored: an offset, a step and a negative stride.
+    let whole = put(&[n, c, 2 * h, w], 1)?;
+    let x = whole.slice(2, 1, None, 2)?.flip([3])?;
+    let (weight, bias) = (put(&[c * multiplier, 1, kh, kw], 2)?, put(&[c * multiplier], 3)?);
+    let y = x.conv2d(&weight, Some(&bias), ConvOptions { stride, padding: padding.into(), dilation, groups: c })?;
+    let grad = upload(&numbers(y.numel(), 4, special), y.shape().dims(), dtype, device);
+    y.backward_with(&grad)?;
+    let grads = [&whole, &weight, &bias].map(|t| values(&t.grad().unwrap()));
+    Ok(std::iter::once(values(&y.detach())).chain(grads).collect())
+}
+
+#[test]
+fn channels_that_are_groups() {
+    for device in everywhere("depthwise::channels_that_are_groups") {
+        for (i, case) in CASES.iter().enumerate() {
+            for (dtype, special, tolerance) in
+                [(DType::F32, false, 1e-5), (DType::F32, true, 1e-5), (DType::BF16, false, 2e-2)]
+            {
+                if dtype == DType::BF16 && i != 1 {
+                    continue;
+                }
+                let (got, want) =
+                    (made(case, dtype, special, device).unwrap(), made(case, dtype, special, Device::Cpu).unwrap());
+                for (what, (got, want)) in ["y", "x", "weight", "bias"].into_iter().zip(got.iter().zip(&want)) {
+                    assert_same(got, want, tolerance, &format!("{what} of case {i}, {dtype}, {special}, {device:?}"));
+                }
+            }
+        }
+    }
+}
