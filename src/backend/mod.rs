@@ -117,7 +117,7 @@ pub(crate) trait Backend: Sync {
         Ok(false)
     }
 
-    /// A convolution in one launch, forward and each gradient; None where it is a product of columns.
+    /// A convolution without columns, forward and each gradient; None where it is a product of columns.
     /// `single` says that images are their own columns.
     fn convolution(
         &self,

@@ -1,6 +1,6 @@
 //! Convolutions.
 //!
-//! On OpenCL devices, and for double backward, a convolution is im2col and one matrix product. The columns of all windows,
+//! On OpenCL devices, and for double backward, most convolutions are im2col and one matrix product. The columns of all windows,
 //! `[C, kernel, N, windows]`, are multiplied by the weight `[O, C kernel]`; groups are a batch, and the bias is the epilogue. That is
 //! two launches, a third to reorder a batch, and one for windows of a single element, which need no im2col. A transposed convolution
 //! is a product and col2im. The gradients are the same two compositions.
@@ -8,8 +8,9 @@
 //! Three dims are two: the slices of a window become channels by im2col along the depth, for which the weight has its right order
 //! already, and a transposed convolution adds them up again.
 //!
-//! On the CPU a [`Convolution`] does all of it in one launch, and each gradient in one, without columns in memory. It saves the image
-//! for backward. So does the forward pass of OpenCL devices where it reads images; its gradients are products of columns.
+//! On the CPU, and on OpenCL devices where each channel of the image is a group, a [`Convolution`] does all of it in one launch, and
+//! each gradient in one or two, without columns in memory. It saves the image for backward. So does the forward pass of OpenCL devices
+//! where it reads images; its gradients are products of columns.
 
 mod columns;
 pub(crate) mod options;
@@ -42,7 +43,7 @@ impl Tensor {
 
     /// Each window's products with the weight, summed (PyTorch's `conv2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight`
     /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows, contiguous. Floats. One launch for
-    /// most on the CPU and for windows of a single element, otherwise two and a third for a batch. Differentiable in all three; then
+    /// most on the CPU, where each channel is a group, and for windows of a single element, otherwise two and a third for a batch. Differentiable in all three; then
     /// x and the weight are kept.
     ///
     /// ```
