@@ -1,5 +1,6 @@
-"""Builds claystone's C library by cargo and the extension against the installed torch, which it does not import: pip builds
-in an environment of its own, where torch is not, but the interpreter's site-packages are where they were."""
+"""Builds claystone's C library by cargo, unless CLAYSTONE_LIBRARY names the folder that has it, and the extension against the
+installed torch, which it does not import: pip builds in an environment of its own, where torch is not, but the interpreter's
+site-packages are where they were."""
 
 import os
 import shutil
@@ -26,14 +27,24 @@ def torch_folder():
     )
 
 
+def library():
+    """claystone's C library: that in the folder CLAYSTONE_LIBRARY, or else what cargo builds."""
+    given = os.environ.get("CLAYSTONE_LIBRARY")
+    if given:
+        built = Path(given).resolve() / "libclaystone_capi.so"
+        if not built.is_file():
+            raise SystemExit(f"CLAYSTONE_LIBRARY names {given}, which has no libclaystone_capi.so")
+        return built
+    profile = os.environ.get("CLAYSTONE_TORCH_PROFILE", "release")
+    subprocess.run(["cargo", "build", "-p", "claystone-capi", "--profile", profile], cwd=repository, check=True)
+    target = Path(os.environ.get("CARGO_TARGET_DIR", repository / "target"))
+    # The folder of the profile `dev` is `debug`.
+    return repository / target / ("debug" if profile == "dev" else profile) / "libclaystone_capi.so"
+
+
 class BuildExt(build_ext):
     def run(self):
-        profile = os.environ.get("CLAYSTONE_TORCH_PROFILE", "release")
-        command = ["cargo", "build", "-p", "claystone-capi", "--profile", profile]
-        subprocess.run(command, cwd=repository, check=True)
-        target = Path(os.environ.get("CARGO_TARGET_DIR", repository / "target"))
-        # The folder of the profile `dev` is `debug`.
-        built = repository / target / ("debug" if profile == "dev" else profile) / "libclaystone_capi.so"
+        built = library()
         package = here if self.inplace else Path(self.build_lib)
         (package / "claystone_torch").mkdir(parents=True, exist_ok=True)
         shutil.copy2(built, package / "claystone_torch")

@@ -28,8 +28,8 @@ def _at_exit():
     time.sleep(0.02)
 
 
-for _name, _alternatives in _rows(tomllib.loads(resources.files(__name__).joinpath("operators.toml").read_text())):
-    _C.add_row(_name, _alternatives)
+_table = _rows(tomllib.loads(resources.files(__name__).joinpath("operators.toml").read_text()))
+_unknown = [name for name, alternatives in _table if not _C.add_row(name, alternatives)]  # older PyTorch lacks some operators
 _overloads = sorted(set(_C.register_rows()))
 
 

@@ -5,6 +5,7 @@
 #include "storage.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -50,20 +51,6 @@ at::Tensor read(const at::Tensor& tensor) {
     return result;
 }
 
-// The other way round.
-void write(const at::Tensor& tensor, const at::Tensor& host) {
-    const size_t nbytes = span(tensor);
-    if (nbytes == 0) {
-        return;
-    }
-    const auto target = bytes(tensor, tensor.storage_offset() * tensor.itemsize(), nbytes);
-    if (const auto pinned = pinned_bytes(host.const_data_ptr(), nbytes)) {
-        check(claystone_tensor_copy(target.get(), pinned.get()));
-    } else {
-        check(claystone_tensor_write(target.get(), host.const_data_ptr(), nbytes));
-    }
-}
-
 // Whether elements lie in the tensor's bytes without gaps and overlaps, so that writing all bytes writes nothing else.
 bool is_dense(const at::Tensor& tensor) {
     return tensor.is_non_overlapping_and_dense();
@@ -96,6 +83,19 @@ at::Tensor to_host(const at::Tensor& tensor) {
     return result;
 }
 
+void write_alike(const at::Tensor& tensor, const at::Tensor& host) {
+    const size_t nbytes = span(tensor);
+    if (nbytes == 0) {
+        return;
+    }
+    const auto target = bytes(tensor, tensor.storage_offset() * tensor.itemsize(), nbytes);
+    if (const auto pinned = pinned_bytes(host.const_data_ptr(), nbytes)) {
+        check(claystone_tensor_copy(target.get(), pinned.get()));
+    } else {
+        check(claystone_tensor_write(target.get(), host.const_data_ptr(), nbytes));
+    }
+}
+
 void copy(const at::Tensor& source, const at::Tensor& target) {
     const c10::OptionalDeviceGuard guard(is_ours(target) ? target.device() : source.device());
     if (target.numel() == 0) {
@@ -108,7 +108,7 @@ void copy(const at::Tensor& source, const at::Tensor& target) {
     } else if (is_ours(source)) {
         target.copy_(to_host(source));
     } else if (source.is_cpu() && lie_alike(source, target)) {
-        write(target, source);
+        write_alike(target, source);
     } else {
         auto host = is_dense(target)
             ? at::Tensor(at::detail::empty_strided_cpu(target.sizes(), target.strides(), target.scalar_type()))
@@ -116,13 +116,14 @@ void copy(const at::Tensor& source, const at::Tensor& target) {
         host._set_conj(target.is_conj());
         host._set_neg(target.is_neg());
         host.copy_(source);
-        write(target, host);
+        write_alike(target, host);
     }
 }
 
 namespace {
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
+    at::assert_no_internal_overlap(target);
     // PyTorch broadcasts in copy_, which is above this.
     copy(source.sizes() == target.sizes() ? source : source.expand_as(target), target);
     return target;

@@ -2,18 +2,17 @@
 #include "dispatch.h"
 #include "copy.h"
 #include "evaluate.h"
+#include "fallback.h"
 #include "foreach.h"
 #include "functions.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
-#include <ATen/native/CPUFallback.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <mutex>
 #include <numeric>
 #include <unordered_map>
 
@@ -70,8 +69,6 @@ bool writes_itself(const Program& program) {
 }
 
 std::unordered_map<std::string, Row> rows;
-std::mutex mutex; // of what follows
-std::map<std::string, Fallback> fallback_counts;
 
 Operator operator_of(const c10::OperatorHandle& handle) {
     Operator made;
@@ -81,36 +78,6 @@ Operator operator_of(const c10::OperatorHandle& handle) {
     const auto row = rows.find(key);
     made.row = row == rows.end() || (row->second.writes_itself && !made.in_place) ? nullptr : &row->second;
     return made;
-}
-
-std::string name_of(const c10::OperatorHandle& handle) {
-    const auto& name = handle.operator_name();
-    const std::string short_name = name.name.starts_with("aten::") ? name.name.substr(6) : name.name;
-    return name.overload_name.empty() ? short_name : short_name + "." + name.overload_name;
-}
-
-void fall_back(const c10::OperatorHandle& handle, torch::jit::Stack* stack, const std::string& reason) {
-    const std::string name = name_of(handle);
-    bool first;
-    {
-        std::lock_guard lock(mutex);
-        Fallback& fallback = fallback_counts[name];
-        first = fallback.count++ == 0;
-        fallback.reason = reason;
-    }
-    if (first) {
-        TORCH_WARN("claystone: ", name, " runs on the CPU: ", reason);
-    }
-    // The two that PyTorch has for other devices only are the CPU's own by another name; the latter has the bias's sizes as well.
-    auto& dispatcher = c10::Dispatcher::singleton();
-    if (name == "convolution_overrideable") {
-        return at::native::cpu_fallback(dispatcher.findSchemaOrThrow("aten::convolution", ""), stack);
-    }
-    if (name == "convolution_backward_overrideable") {
-        stack->insert(stack->end() - 7, c10::IValue()); // before the stride
-        return at::native::cpu_fallback(dispatcher.findSchemaOrThrow("aten::convolution_backward", ""), stack);
-    }
-    at::native::cpu_fallback(handle, stack);
 }
 
 // Fills the scope with the arguments, and says which device they are on.
@@ -323,6 +290,9 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
             throw Refused("claystone has no tensors such as that which is written");
         }
         outputs.push_back(output.toTensor());
+        if (op.in_place && at::has_internal_overlap(outputs.back()) == at::MemOverlap::Yes) {
+            throw Refused("several elements of what is written share memory");
+        }
         if (!op.in_place) {
             check_overlap(op, *stack, base, outputs.back());
             const auto overlap = at::get_overlap_status(outputs[0], outputs.back());
@@ -439,11 +409,13 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 
 } // namespace
 
-void add_row(const std::string& name, const std::vector<RowText>& texts) {
+bool add_row(const std::string& name, const std::vector<RowText>& texts) {
     const size_t dot = name.find('.');
     const c10::OperatorName wanted("aten::" + name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1));
     const auto handle = c10::Dispatcher::singleton().findSchema(wanted);
-    TORCH_CHECK(handle, "operators.toml: this PyTorch has no operator ", name);
+    if (!handle) {
+        return false;
+    }
     std::vector<size_t> inputs, outputs;
     bool in_place;
     const std::string key = key_of(handle->schema(), &inputs, &outputs, &in_place);
@@ -451,6 +423,9 @@ void add_row(const std::string& name, const std::vector<RowText>& texts) {
     std::vector<std::string> arguments;
     for (const size_t position : inputs) {
         arguments.push_back(handle->schema().arguments()[position].name());
+    }
+    if (name == "_cdist_backward") {
+        arguments[0] = "grad_output"; // which was `grad` before PyTorch 2.15
     }
     for (const RowText& text : texts) {
         std::optional<Program> condition;
@@ -461,6 +436,7 @@ void add_row(const std::string& name, const std::vector<RowText>& texts) {
     }
     row.writes_itself = writes_itself(row.alternatives[0].program);
     TORCH_CHECK(rows.emplace(key, std::move(row)).second, "operators.toml: ", name, " has two rows");
+    return true;
 }
 
 std::vector<std::string> register_rows() {
@@ -483,16 +459,6 @@ std::vector<std::string> register_rows() {
         }
     }
     return names;
-}
-
-std::map<std::string, Fallback> fallbacks() {
-    std::lock_guard lock(mutex);
-    return fallback_counts;
-}
-
-void reset_fallbacks() {
-    std::lock_guard lock(mutex);
-    fallback_counts.clear();
 }
 
 } // namespace claystone_torch

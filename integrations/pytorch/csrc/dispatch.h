@@ -1,7 +1,6 @@
-// Rows of the table, and what had none.
+// Rows of the table.
 #pragma once
 
-#include <map>
 #include <string>
 #include <vector>
 
@@ -13,17 +12,10 @@ struct RowText {
     bool elementwise, apart;
 };
 
-// Adds the row of an operator, named as `add.Tensor`; it is that of its form in place and of that with `out` as well.
-void add_row(const std::string& name, const std::vector<RowText>& texts);
+// Adds the row of an operator, named as `add.Tensor`; it is that of its form in place and of that with `out` as well. Gives
+// whether this PyTorch has the operator.
+bool add_row(const std::string& name, const std::vector<RowText>& texts);
 // After the last row: has PyTorch call it. Gives all operators, with their overloads, that a row is for.
 std::vector<std::string> register_rows();
-
-struct Fallback {
-    int64_t count = 0;
-    std::string reason; // the latest
-};
-// What ran on the CPU so far.
-std::map<std::string, Fallback> fallbacks();
-void reset_fallbacks();
 
 } // namespace claystone_torch

@@ -43,7 +43,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Stream getNewStream(c10::Device device, int priority) const override {
         return new_stream(device.index() < 0 ? current : device.index(), priority);
     }
-    void* getStreamNativeHandle(const c10::Stream stream) const override { return stream_handle(stream); }
+    // Overrides what PyTorch 2.9 does not have.
+    void* getStreamNativeHandle(const c10::Stream stream) const { return stream_handle(stream); }
     bool queryStream(const c10::Stream& stream) const override {
         bool done = false;
         check(claystone_stream_query(stream_handle(stream), &done));

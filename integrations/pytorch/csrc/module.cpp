@@ -1,5 +1,6 @@
 // The Python module claystone_torch._C.
 #include "dispatch.h"
+#include "fallback.h"
 #include "generator.h"
 #include "storage.h"
 
@@ -15,7 +16,7 @@ PYBIND11_MODULE(_C, module) {
         for (const auto& [condition, program, elementwise, apart] : alternatives) {
             texts.push_back({condition, program, elementwise, apart});
         }
-        add_row(name, texts);
+        return add_row(name, texts);
     });
     module.def("register_rows", &register_rows);
     module.def("fallbacks", [] {

@@ -1,7 +1,8 @@
 // What torch.profiler shows of the device: claystone's kernels and transfers with their times, each under the operator that launched it.
-// claystone's profiler records while PyTorch's does, and this gives its events to Kineto.
+// claystone's profiler records while PyTorch's does, and this gives its events to Kineto. PyTorch before 2.15 has no place for it.
 #include "storage.h"
 
+#if __has_include(<torch/csrc/profiler/standalone/privateuse1_profiler.h>)
 #define USE_KINETO // as the wheel is built
 #define FMT_HEADER_ONLY
 #include <torch/csrc/profiler/standalone/privateuse1_profiler.h>
@@ -210,3 +211,5 @@ REGISTER_PRIVATEUSE1_PROFILER(Profiler);
 
 } // namespace
 } // namespace claystone_torch
+
+#endif

@@ -7,17 +7,17 @@
 A module computes every input of `module_db` that its entry has, in training and in evaluation, forward and backward with equal weights. An
 optimiser takes five steps of a small network for every input of `optim_db`, one parameter after the other, and with `foreach` and `fused` where
 it has these; inputs that are errors have to raise what PyTorch says. Results, gradients, parameters and states have to be those of PyTorch's CPU
-within 1e-4. The exit status says whether one was wrong and is not named in known_failures.toml.
+within 1e-4. Entries run in processes of their own, as those of opinfo.py. The exit status says whether one crashed, hung, or was wrong in more inputs
+than known_failures.toml has.
 """
 
 import argparse
 import copy
 import fnmatch
+import functools
 import sys
-import tomllib
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -25,6 +25,7 @@ from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
 import claystone_torch
+import isolated
 from opinfo import moved
 
 TOLERANCE = 1e-4
@@ -167,44 +168,68 @@ def train(info, one, way, device):
     return weights, state
 
 
+DATABASES = {
+    "modules": (module_db, lambda info: info.name, modules),
+    "optimisers": (optim_db, lambda info: info.optim_cls.__name__, optimisers),
+}
+
+
+def entries(patterns):
+    """The position of each entry, its name behind that of its database, and its cases."""
+    every = ((title, name_of(info), cases_of, info) for title, (database, name_of, cases_of) in DATABASES.items() for info in database)
+    for position, (title, name, cases_of, info) in enumerate(every):
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            yield position, f"{title} {name}", functools.partial(cases_of, info)
+
+
+def run_entry(cases, _):
+    result = {"passed": 0, "failed": 0, "skipped": 0, "on_cpu": {}, "failures": []}
+    for label, compute in cases():
+        try:
+            result["passed" if compute() else "skipped"] += 1
+        except Exception as error:
+            result["failed"] += 1
+            result["failures"].append(f"{label}: {type(error).__name__}: {' '.join(str(error).split())}")
+        result["on_cpu"].update({operator: why for operator, (_, why) in claystone_torch.fallbacks().items()})
+    claystone_torch.reset_fallbacks()
+    return result
+
+
+def table(title, results):
+    known = isolated.known_failures(title)
+    counts, samples, unknown = Counter(), Counter(), []
+    for name, result in results.items():
+        crashed, on_cpu = isolated.crashed(result), result.get("on_cpu")
+        kind = "crash" if crashed else "fails" if result["failed"] else "fallback" if on_cpu else "claystone" if result["passed"] else "none"
+        counts[kind] += 1
+        samples.update({what: result[what] for what in ("passed", "failed", "skipped")})
+        if crashed or result["failed"] > known.get(name, 0):
+            unknown.append(name)
+        note = result["failures"][0] if result["failures"] else "; ".join(f"{operator}: {why}" for operator, why in sorted(on_cpu.items()))
+        print(f"{name:44} {kind:9} {result['passed']:5} {result['failed']:5}  {note[:190]}")
+    print(f"\n{title}: {counts.total()} entries: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
+    print(f"inputs: {samples['passed']} pass, {samples['failed']} fail, {samples['skipped']} are not for a comparison")
+    if unknown:
+        print("fail, more than known_failures.toml has: " + ", ".join(unknown))
+    print(flush=True)
+    return not unknown
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--entries", nargs="*", default=["*"], help="patterns of names")
+    isolated.add_options(parser)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    known = tomllib.loads(Path(__file__).with_name("known_failures.toml").read_text())
+    if arguments.worker:
+        return isolated.worker(arguments, entries(arguments.entries), run_entry)
+    results = isolated.run(__file__, [], arguments)
     good = True
-    for title, database, name_of, cases_of in [
-        ("modules", module_db, lambda info: info.name, modules),
-        ("optimisers", optim_db, lambda info: info.optim_cls.__name__, optimisers),
-    ]:
-        counts, samples, unknown = Counter(), Counter(), []
-        for info in database:
-            name = name_of(info)
-            if not any(fnmatch.fnmatch(name, pattern) for pattern in arguments.entries):
-                continue
-            own, failures, on_cpu = Counter(), [], {}
-            for label, compute in cases_of(info):
-                try:
-                    own["passed" if compute() else "skipped"] += 1
-                except Exception as error:
-                    own["failed"] += 1
-                    failures.append(f"{label}: {type(error).__name__}: {' '.join(str(error).split())}")
-                on_cpu.update({operator: why for operator, (_, why) in claystone_torch.fallbacks().items()})
-            claystone_torch.reset_fallbacks()
-            kind = "fails" if failures else "fallback" if on_cpu else "claystone" if own["passed"] else "none"
-            counts[kind] += 1
-            samples += own
-            if failures and name not in known.get(title, {}):
-                unknown.append(name)
-            note = failures[0] if failures else "; ".join(f"{operator}: {why}" for operator, why in sorted(on_cpu.items()))
-            print(f"{name:44} {kind:9} {own['passed']:5} {own['failed']:5}  {note[:190]}", flush=True)
-        print(f"\n{title}: {counts.total()} entries: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
-        print(f"inputs: {samples['passed']} pass, {samples['failed']} fail, {samples['skipped']} are not for a comparison")
-        if unknown:
-            good = False
-            print("fail and are not in known_failures.toml: " + ", ".join(unknown))
-        print()
+    # What ended between two entries belongs to none of the databases.
+    for name in [name for name in results if name.startswith("worker ")]:
+        print(f"{name}: {results.pop(name)['failures'][0]}")
+        good = False
+    for title in DATABASES:
+        good &= table(title, {name.removeprefix(f"{title} "): results[name] for name in sorted(results) if name.startswith(f"{title} ")})
     sys.exit(0 if good else 1)
 
 

@@ -235,6 +235,36 @@ class Programs(unittest.TestCase):
         self.assertEqual(next(iter(listed.values()))[0], 3)
         self.assertEqual(sum("linalg_cholesky_ex" in str(w.message) for w in caught), 1)
 
+    def test_writes_into_expanded_tensors_are_as_on_the_cpu(self):
+        mask, index = torch.tensor([True, False, True]), torch.tensor([0, 2])
+        writes = {
+            "fill": lambda x, on: x.fill_(2), "zero": lambda x, on: x.zero_(), "add": lambda x, on: x.add_(1),
+            "copy": lambda x, on: x.copy_(on(torch.ones(3))), "relu": lambda x, on: x.relu_(), "clamp": lambda x, on: x.clamp_(0, 1),
+            "masked_fill": lambda x, on: x.masked_fill_(on(mask), 5), "index_fill": lambda x, on: x.index_fill_(1, on(index), 5),
+            "index_put": lambda x, on: torch.ops.aten.index_put_(x, [None, on(index)], on(torch.tensor(5.0))),
+            "index_add": lambda x, on: x.index_add_(1, on(index), on(torch.ones(2, 2))),
+            "scatter": lambda x, on: x.scatter_(1, on(torch.zeros(2, 2, dtype=torch.int64)), 5),
+        }
+
+        def outcome(write, device):
+            base = torch.tensor([[-1.0], [3.0]]).to(device)
+            try:
+                returned = write(base.expand(2, 3), lambda tensor: tensor.to(device))
+                return base.tolist(), returned.tolist(), returned.stride(), returned.device.type == device
+            except RuntimeError as error:
+                return base.tolist(), str(error)
+
+        allowed = 0
+        for name, write in writes.items():
+            expected = outcome(write, "cpu")
+            self.assertEqual(outcome(write, DEVICE), expected, name)
+            allowed += len(expected) == 4
+        self.assertTrue(0 < allowed < len(writes))
+
+    def test_every_row_has_its_operator(self):
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15):
+            self.assertEqual(claystone_torch._unknown, [])
+
     def test_a_tensor_of_another_device_is_an_error(self):
         if torch.claystone.device_count() > 1:
             with self.assertRaisesRegex(RuntimeError, "same device"):
