@@ -63,7 +63,7 @@ TO_LONG16(uchar16) TO_LONG16(int16) TO_LONG16(uint16) TO_LONG16(long16)
 #define VECTORS_OF(T, N) VECTORS_IN(__global, T, N) VECTORS_IN(__local, T, N) VECTORS_IN(__private, T, N)
 #define VECTORS(T) VECTORS_OF(T, 4) VECTORS_OF(T, 8) VECTORS_OF(T, 16)
 VECTORS(uchar) VECTORS(ushort) VECTORS(int) VECTORS(uint) VECTORS(long) VECTORS(ulong) VECTORS(float)
-IF_DOUBLE(VECTORS(double))
+IF_DOUBLE(VECTORS(double) VECTORS_OF(double, 2))
 
 #define HALVES_IN(SPACE)                                                                                               \
     float PURE vload_half(size_t i, const SPACE half *p);                                                              \

@@ -275,6 +275,26 @@ fn norms_and_attention() {
     }
 }
 
+/// Masks, heads in groups and dropout; of the last call, groups share the keys of few queries.
+#[test]
+fn attention() {
+    for (dtype, queries, keys) in [(DType::F32, 11, 17), (DType::F16, 5, 9), (DType::F32, 1, 520)] {
+        agree(2e-2, |device| {
+            let made = |heads: usize, length: usize| {
+                let t = numbers(heads * length * 6, dtype, device)?.reshape([1, heads, length, 6])?;
+                t.narrow(-1, 1, 4)?.detach().requires_grad_(true)
+            };
+            let (q, kv) = (made(4, queries)?, made(2, keys)?);
+            let mask = numbers(keys, dtype, device)?.gt_scalar(-0.7)?;
+            let options = Attention { attn_mask: Some(&mask), dropout_p: 0.2, enable_gqa: true, ..Default::default() };
+            let attended = q.scaled_dot_product_attention(&kv, &kv, options)?;
+            attended.backward_with(&attended.detach())?;
+            let grads = [&q, &kv].map(|t| t.grad().expect("each took part"));
+            Ok([attended.detach()].into_iter().chain(grads).collect())
+        });
+    }
+}
+
 #[test]
 fn random_numbers() {
     agree(1e-5, |device| {

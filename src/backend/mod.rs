@@ -21,8 +21,8 @@ pub(crate) mod profiled;
 mod reference;
 
 use crate::backend::problem::{
-    Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
-    Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
+    Attended, Blocking, Channels, Chosen, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
+    Normalisation, Nth, Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
 };
 use crate::backend::profiled::{Profiled, describe};
 use crate::device::profiler;
@@ -156,6 +156,18 @@ pub(crate) trait Backend: Sync {
     fn pool(&self, windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()>;
     /// Images of other sizes, or the transpose of that.
     fn interpolate(&self, resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()>;
+    /// Whether [`attention`](Self::attention) like this one, and its gradients, are computed without scores in memory.
+    fn has_attention(&self, _a: &FusedAttention) -> Result<bool> {
+        Ok(false)
+    }
+    /// The result, and the log-sum-exp of each row of scores: see [`Attended`]. For what [`has_attention`](Self::has_attention).
+    fn attention(&self, a: &FusedAttention, _out: &Tensor, _logsumexp: &Tensor) -> Result<()> {
+        Err(Error::invalid("scaled_dot_product_attention", format!("{} computes it of products", a.q.device())))
+    }
+    /// The gradients of queries, keys and values, each of the shape of its operand.
+    fn attention_backward(&self, a: &FusedAttention, _of: &Attended, _results: [&Tensor; 3]) -> Result<()> {
+        Err(Error::invalid("scaled_dot_product_attention", format!("{} computes it of products", a.q.device())))
+    }
     /// How large the blocks of attention's scores are; `cheap` where blocks save work.
     fn blocking(&self, memory: usize, cheap: bool) -> Blocking;
 

@@ -5,8 +5,8 @@ use smallvec::SmallVec;
 use crate::backend::Backend;
 use crate::backend::problem::softmax::RowOp;
 use crate::backend::problem::{
-    Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
-    Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
+    Attended, Blocking, Channels, Chosen, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
+    Normalisation, Nth, Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
 };
 use crate::device::profiler::{Operation, operation};
 use crate::layout::Layout;
@@ -46,6 +46,18 @@ fn of_gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Operation {
     let depth = product.a.shape().dims().last().copied().unwrap_or(0);
     let tensors = [product.a, product.b].into_iter().chain(product.extras.iter().copied()).chain(outs);
     describe_flops(product.op, tensors, 2 * shape.numel() * depth)
+}
+
+/// As many products with matrices of the size of all scores.
+fn of_attention<'t>(
+    name: &'static str,
+    a: &FusedAttention<'t>,
+    others: impl IntoIterator<Item = &'t Tensor>,
+    products: usize,
+) -> Operation {
+    let [.., width, value_width] = a.sizes();
+    let flops = products * a.scores().numel() * (width + value_width);
+    describe_flops(name, [a.q, a.k, a.v].into_iter().chain(a.mask).chain(others), flops)
 }
 
 fn of_convolution(w: &Windows, x: &Tensor, weight: &Tensor) -> Operation {
@@ -187,6 +199,10 @@ impl Backend for Profiled {
         fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = describe("col2im", [columns, out]);
         pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
             describe(of_windows(task), [x, index, out]);
+        attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
+            of_attention("scaled_dot_product_attention", a, [out, logsumexp], 2);
+        attention_backward(a: &FusedAttention, of: &Attended, results: [&Tensor; 3]) -> Result<()> =
+            of_attention("scaled_dot_product_attention backward", a, [of.out, of.grad].into_iter().chain(results), 5);
         interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
             describe(if transposed { "interpolate backward" } else { "interpolate" }, [x, out]);
     }
@@ -209,6 +225,7 @@ impl Backend for Profiled {
     }
 
     forwarded! {
+        has_attention(a: &FusedAttention) -> Result<bool>;
         norm_columns(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
         has_variance() -> bool;
         convolution(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool)

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod attention;
 mod choice;
 mod depthwise;
 mod indices;

@@ -1,7 +1,7 @@
 //! Matrix products on OpenCL: `kernels/gemm.cl` with the sizes and the epilogue that suit the device and the problem.
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::fmt::Write;
 
@@ -242,7 +242,7 @@ impl Numbers {
 }
 
 /// Whether the device has the processors' kernels.
-fn is_processor(device: &ClDevice) -> bool {
+pub(crate) fn is_processor(device: &ClDevice) -> bool {
     let cpu = device.info().kind == DeviceKind::Cpu;
     #[cfg(test)]
     let cpu = cpu && !tests::PRETEND_GPU.get();

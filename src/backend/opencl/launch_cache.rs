@@ -36,6 +36,8 @@ pub(crate) enum OpKind {
     Gather,
     Scatter,
     Gemm,
+    Attention,
+    AttentionBackward,
 }
 
 /// A number for what is static: how far it lies from others, so that every run finds its launches at the same slots.

@@ -1,5 +1,6 @@
 //! OpenCL devices: launches over problems.
 
+pub(crate) mod attention;
 pub(crate) mod cross_entropy;
 mod depthwise;
 mod fuse;
@@ -38,8 +39,8 @@ use crate::backend::Backend;
 use crate::backend::opencl::depthwise::Depthwise;
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::{
-    Blocking, Chosen, Combine, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth, Recorder, Reduction, Resize,
-    Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
+    Attended, Blocking, Chosen, Combine, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
+    Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
 };
 use crate::backend::written;
 use crate::device::opencl;
@@ -106,6 +107,11 @@ impl Backend for OpenCl {
         fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = window::fold(windows, columns, out);
         pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
             window::run(windows, task, x, index, out);
+        has_attention(a: &FusedAttention) -> Result<bool> = attention::has(a);
+        attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
+            attention::forward(a, out, logsumexp);
+        attention_backward(a: &FusedAttention, of: &Attended, results: [&Tensor; 3]) -> Result<()> =
+            attention::backward(a, of, results);
         interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
             interpolate::run(resize, x, out, transposed);
     }

@@ -20,7 +20,7 @@ pub(crate) mod softmax;
 pub(crate) mod tuning;
 pub(crate) mod windows;
 
-pub(crate) use attention::Blocking;
+pub(crate) use attention::{Attended, Blocking, FusedAttention};
 pub(crate) use conv::Convolution;
 pub(crate) use cross_entropy::LabelEntropy;
 pub(crate) use gemm::Gemm;

@@ -4,6 +4,7 @@
 //! ([`values`]), and results are rounded once, when they are written. It declines nothing, so that what a backend leaves to
 //! composition is defined, too. [`suite`] compares the backends with it.
 
+mod attention;
 mod formula;
 mod images;
 mod moves;
@@ -75,6 +76,11 @@ impl Backend for Reference {
             images::pool(windows, task, x, index, out);
         interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
             images::interpolate(resize, x, out, transposed);
+        has_attention(_: &FusedAttention) -> Result<bool> = Ok(true);
+        attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
+            attention::forward(a, out, logsumexp);
+        attention_backward(a: &FusedAttention, of: &Attended, results: [&Tensor; 3]) -> Result<()> =
+            attention::backward(a, of, results);
         blocking(memory: usize, _: bool) -> Blocking = Blocking { whole: memory, block: memory, queries: 1 };
     }
 }

@@ -1,16 +1,19 @@
-//! Scaled dot-product attention: two batched products with a softmax between them, three launches forward and five backward.
+//! Scaled dot-product attention: one kernel and its two gradients on GPUs (`fused`); elsewhere two batched products with a softmax
+//! between them, three launches forward and five backward.
 //!
-//! The scale is in the first product's epilogue and the mask in the softmax. Heads are strides: queries, keys and values may be
-//! views of one projection, and query heads that share a key head have batch stride 0. The result is stored as
+//! Of the products, the scale is in the first one's epilogue and the mask in the softmax. Heads are strides: queries, keys and values may
+//! be views of one projection, and query heads that share a key head have batch stride 0. The result is stored as
 //! `[batch, length, heads, width]`, so merging its heads copies nothing. Long sequences are computed in blocks (`blocks`).
 
 mod blocks;
+mod fused;
 
 #[cfg(test)]
 mod tests;
 
 use smallvec::SmallVec;
 
+use crate::autograd::rng_replay::replayed;
 use crate::autograd::{Gradients, Saved};
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
@@ -18,6 +21,7 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::linalg::products::{product, product_in};
 use crate::ops::nn::attention::blocks::Blocks;
+use crate::ops::nn::attention::fused::Fused;
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
 use crate::ops::recorded;
 use crate::tensor::{Dims, Layout};
@@ -84,8 +88,12 @@ impl Tensor {
     /// `[.., S, V]`, whose dims before broadcast: `[.., L, V]` (PyTorch's `scaled_dot_product_attention`). A query that may
     /// attend to nothing gives zeros. Floats of one dtype. Differentiable, in a mask of floats too.
     ///
-    /// Many scores are made for a block of queries at a time, and again in backward, so that memory grows with `L + S` and not with
-    /// `L S`: above 4 MiB of them on the CPU where `is_causal` is set or no gradient is wanted, otherwise above a 32nd of the
+    /// On GPUs one kernel keeps the result and a number for each query: memory grows with `L + S` and not with `L S`, with any mask and
+    /// with dropout. That is so for E and V up to 256 (less where a device's local memory is small), unless a gradient of the mask or
+    /// of gradients is wanted.
+    ///
+    /// Elsewhere many scores are made for a block of queries at a time, and again in backward, with the same effect:
+    /// above 4 MiB of them on the CPU where `is_causal` is set or no gradient is wanted, otherwise above a 32nd of the
     /// device's memory. Never with dropout, where a gradient of the mask is wanted, or where L is at most E.
     ///
     /// # Errors
@@ -141,17 +149,17 @@ impl Tensor {
         cast_first!(lowered(op, &[self])?, |x| x[0].packed_attention(heads, options));
         self.dtype.check_float(op)?;
         let packed = Packed::new(op, self.shape(), heads)?;
-        if options.dropout_p > 0.0 || options.attn_mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {
-            let [q, k, v] = packed.parts(self)?;
-            return packed.merge_heads(&attend(&q, &k, &v, options).named(op)?);
-        }
         let (scale, is_causal) = (options.scale.unwrap_or_else(|| default_scale(packed.width)), options.is_causal);
         let [q, k, v] = packed.layouts(&self.layout).map(|layout| self.with_layout(layout));
         let options = Attention { scale: Some(scale), ..options };
         check_mask(op, &q, options.attn_mask)?;
-        if let Some(blocks) = Blocks::new([&q, &k, &v], &options, autograd::is_tracked(&[self])) {
-            let out = packed.merge_heads(&blocks.forward(op, [&q, &k, &v], options.attn_mask)?)?;
-            return Ok(packed.recorded(op, out, self, options, blocks));
+        if let Some((out, way)) = Recomputed::forward(op, [&q, &k, &v], &options, autograd::is_tracked(&[self]))? {
+            let out = packed.merge_heads(&out)?;
+            return Ok(packed.recorded(op, out, self, options, way));
+        }
+        if options.dropout_p > 0.0 || options.attn_mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {
+            let [q, k, v] = packed.parts(self)?;
+            return packed.merge_heads(&attend(&q, &k, &v, options).named(op)?);
         }
         let (out, weights) = attend_unblocked(op, [&q, &k, &v], options).named(op)?;
         let out = packed.merge_heads(&out)?;
@@ -234,8 +242,8 @@ impl Packed {
         })
     }
 
-    /// What [`Blocks::forward`] made of `all`, with its gradient, whose three parts lie in one tensor, too.
-    fn recorded(self, op: &'static str, out: Tensor, all: &Tensor, options: Attention<'_>, blocks: Blocks) -> Tensor {
+    /// What [`Recomputed::forward`] made of `all`, with its gradient, whose three parts lie in one tensor, too.
+    fn recorded(self, op: &'static str, out: Tensor, all: &Tensor, options: Attention<'_>, way: Recomputed) -> Tensor {
         if !autograd::is_tracked(&[all]) {
             return out;
         }
@@ -244,12 +252,12 @@ impl Packed {
             let (all, options) = (saved.get(op)?, saved_options.options(op)?);
             let [q, k, v] = self.parts(all)?;
             if ctx.create_graph() {
-                return ctx.through(&self.merge_heads(&attend_unblocked(op, [&q, &k, &v], options)?.0)?);
+                return ctx.through(&self.merge_heads(&way.composed(op, [&q, &k, &v], options)?)?);
             }
             let whole = Tensor::empty_like_shape(all.shape(), all.dtype, all.device())?;
             let slots = self.layouts(&whole.layout).map(|layout| Some(whole.with_layout(layout)));
             let grad = self.split_heads(&ctx.grad()?)?;
-            blocks.backward(op, [&q, &k, &v], options.attn_mask, &grad, slots, [true; 3])?;
+            way.backward(op, [&q, &k, &v], options.attn_mask, &grad, slots, [true; 3])?;
             Ok(Gradients::from_iter([Some(whole)]))
         })
     }
@@ -287,10 +295,9 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<
     let width = q.shape().dims()[q.rank() - 1];
     let options = Attention { scale: Some(options.scale.unwrap_or_else(|| default_scale(width))), ..options };
     let tracked = autograd::is_tracked(&[q, k, v]);
-    let Some(blocks) = Blocks::new([q, k, v], &options, tracked) else {
+    let Some((out, way)) = Recomputed::forward(op, [q, k, v], &options, tracked)? else {
         return Ok(attend_unblocked(op, [q, k, v], options)?.0);
     };
-    let out = blocks.forward(op, [q, k, v], options.attn_mask)?;
     if !tracked {
         return Ok(out);
     }
@@ -299,10 +306,10 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<
         let inputs = [saved[0].get(op)?, saved[1].get(op)?, saved[2].get(op)?];
         let options = saved_options.options(op)?;
         if ctx.create_graph() {
-            return ctx.through(&attend_unblocked(op, inputs, options)?.0);
+            return ctx.through(&way.composed(op, inputs, options)?);
         }
         let (slots, wanted) = ([0, 1, 2].map(|i| ctx.slot(i)), [0, 1, 2].map(|i| ctx.needs(i)));
-        let gradients = blocks.backward(op, inputs, options.attn_mask, &ctx.grad()?, slots, wanted)?;
+        let gradients = way.backward(op, inputs, options.attn_mask, &ctx.grad()?, slots, wanted)?;
         Ok(gradients.into_iter().collect())
     }))
 }
@@ -334,22 +341,72 @@ fn check_mask(op: &'static str, q: &Tensor, mask: Option<&Tensor>) -> Result<()>
     Ok(())
 }
 
-/// What backward computes anew needs of the options, dropout and groups of heads not among it.
+/// What was computed in a way that keeps no scores, which backward computes again.
+enum Recomputed {
+    Fused(Box<Fused>),
+    Blocks(Blocks),
+}
+
+impl Recomputed {
+    /// The result, outside the graph. None where all scores are made, and where something does not fit. The options' scale is given;
+    /// `backward` says whether there will be one.
+    fn forward(
+        op: &'static str,
+        inputs: [&Tensor; 3],
+        options: &Attention<'_>,
+        backward: bool,
+    ) -> Result<Option<(Tensor, Recomputed)>> {
+        if let Some((out, fused)) = Fused::forward(op, inputs, options)? {
+            return Ok(Some((out, Recomputed::Fused(Box::new(fused)))));
+        }
+        let Some(blocks) = Blocks::new(inputs, options, backward) else { return Ok(None) };
+        Ok(Some((blocks.forward(op, inputs, options.attn_mask)?, Recomputed::Blocks(blocks))))
+    }
+
+    /// The gradients of inputs that are wanted, in `slots` where these are given.
+    fn backward(
+        &self,
+        op: &'static str,
+        inputs: [&Tensor; 3],
+        mask: Option<&Tensor>,
+        grad: &Tensor,
+        slots: [Option<Tensor>; 3],
+        wanted: [bool; 3],
+    ) -> Result<[Option<Tensor>; 3]> {
+        match self {
+            Recomputed::Fused(fused) => fused.backward(op, inputs, mask, grad, slots, wanted),
+            Recomputed::Blocks(blocks) => blocks.backward(op, inputs, mask, grad, slots, wanted),
+        }
+    }
+
+    /// The same result of recorded operations.
+    fn composed(&self, op: &'static str, inputs: [&Tensor; 3], options: Attention<'_>) -> Result<Tensor> {
+        let seeds = match self {
+            Recomputed::Fused(fused) => fused.seeds(),
+            Recomputed::Blocks(_) => SmallVec::new(),
+        };
+        Ok(replayed(&seeds, || attend_unblocked(op, inputs, options))?.0)
+    }
+}
+
+/// What backward computes anew needs of the options, groups of heads not among it.
 struct SavedOptions {
     mask: Option<Saved>,
     is_causal: bool,
     scale: Option<f64>,
+    dropout_p: f64,
 }
 
 impl SavedOptions {
     fn new(options: Attention<'_>) -> SavedOptions {
-        let Attention { is_causal, scale, .. } = options;
-        SavedOptions { mask: options.attn_mask.map(Saved::new), is_causal, scale }
+        let Attention { is_causal, scale, dropout_p, .. } = options;
+        SavedOptions { mask: options.attn_mask.map(Saved::new), is_causal, scale, dropout_p }
     }
 
     fn options(&self, op: &'static str) -> Result<Attention<'_>> {
         let attn_mask = self.mask.as_ref().map(|mask| mask.get(op)).transpose()?;
-        Ok(Attention { attn_mask, is_causal: self.is_causal, scale: self.scale, ..Attention::default() })
+        let SavedOptions { is_causal, scale, dropout_p, .. } = *self;
+        Ok(Attention { attn_mask, is_causal, scale, dropout_p, enable_gqa: false })
     }
 }
 

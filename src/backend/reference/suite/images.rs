@@ -185,14 +185,3 @@ pub(super) fn interpolate(suite: &mut Suite) -> Result<()> {
     }
     Ok(())
 }
-
-/// Numbers to cut attention by: they change no result.
-pub(super) fn blocking(suite: &mut Suite) -> Result<()> {
-    suite.compare("memory", DType::F32, 0, |side| {
-        for (memory, cheap) in [(0, false), (1 << 20, true), (1 << 40, false)] {
-            let blocking = side.backend.blocking(memory, cheap);
-            assert!(blocking.queries > 0 && (memory == 0 || blocking.block > 0 && blocking.whole > 0));
-        }
-        Ok(Some(vec![]))
-    })
-}

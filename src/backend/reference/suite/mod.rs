@@ -5,6 +5,7 @@
 //! [`allowed`]. OpenCL devices have the cases of some dtypes: their compilers take nearly all
 //! of the time.
 
+mod attention;
 mod elements;
 mod images;
 mod lines;
@@ -37,12 +38,13 @@ macro_rules! cases {
 }
 
 cases! {
+    attention: attention + has_attention + attention_backward, blocking;
     elements: map, sequence;
     matrices: gemm, reduce, zeroed, join;
     lines: scan, sort, search, first, nth;
     moves: gather, scatter, linear_index, one_hot, nonzero, masked_select;
     rows: softmax, cross_entropy, norm + norm_forward + norm_columns, normalise_channels, variance + has_variance;
-    images: convolution, forward_convolution, unfold, fold, pool, interpolate, blocking;
+    images: convolution, forward_convolution, unfold, fold, pool, interpolate;
 }
 
 /// The trait's methods, read from its source.

@@ -1,4 +1,4 @@
-//! Attention in blocks: the scores of some queries at a time, so that memory grows with the lengths and not with their product;
+//! Attention in blocks, where the device has no kernel for it: the scores of some queries at a time, so that memory grows with the lengths and not with their product;
 //! backward recomputes them (Rabe and Staats 2021, "Self-attention does not need O(n²) memory"; Dao et al. 2022,
 //! "FlashAttention"). With `is_causal`, keys that no query of a block attends to are skipped.
 

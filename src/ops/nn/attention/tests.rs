@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use crate::autograd::{gradcheck, gradgradcheck};
 use crate::backend::problem::attention::Blocking;
-use crate::device::{count_launches, opencl};
+use crate::device::{DeviceKind, count_launches, opencl};
 use crate::ops::nn::attention::*;
 use crate::{Device, Result};
 
@@ -203,6 +203,9 @@ fn gradients_of_halves_are_those_of_f64() {
 #[test]
 fn a_block_is_three_launches() {
     each_device(|device| {
+        if device.info().unwrap().kind != DeviceKind::Cpu {
+            return; // one kernel, of which there are no blocks
+        }
         let [q, k] = [24, 30].map(|n| Tensor::randn(&[2, n, 4], device).unwrap());
         let call = |causal| q.scaled_dot_product_attention(&k, &k, options(None, causal)).unwrap();
         assert_eq!(count_launches(|| drop(call(true))).1, 3);

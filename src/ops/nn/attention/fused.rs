@@ -1,0 +1,175 @@
+//! Attention in one kernel, where the device has one: it keeps the result and a number for each query, and no scores.
+
+use smallvec::SmallVec;
+
+use crate::autograd::Saved;
+use crate::autograd::rng_replay::Drawn;
+use crate::backend::problem::attention::{Attended, FusedAttention};
+use crate::device::capture::is_capturing;
+use crate::expr::philox::Seed;
+use crate::ops::nn::attention::{Attention, empty_heads_inside};
+use crate::ops::random::next_seed;
+use crate::tensor::Layout;
+use crate::{Result, Shape, Tensor, autograd, backend};
+
+/// A call that the device's kernel has computed.
+pub(crate) struct Fused {
+    call: Call,
+    out: Saved,
+    logsumexp: Saved,
+}
+
+/// What is to be computed, but for the tensors.
+struct Call {
+    /// Of the scores but for the last two dims, which the operands are broadcast to.
+    batch: Shape,
+    /// Whether the heads of the last of these dims share keys and values.
+    grouped: bool,
+    causal: bool,
+    scale: f64,
+    dropout: Option<(f64, Seed)>,
+}
+
+/// The operands as the kernel has them.
+struct Views {
+    inputs: [Tensor; 3],
+    mask: Option<Tensor>,
+}
+
+impl Fused {
+    /// The result, outside the graph, and what its backward needs. None where the device has no such kernel, where the mask's gradient
+    /// is wanted, and where something does not fit, which the other way reports. The options' scale is given; heads in groups are a dim of
+    /// their own.
+    pub(crate) fn forward(
+        op: &'static str,
+        inputs: [&Tensor; 3],
+        options: &Attention<'_>,
+    ) -> Result<Option<(Tensor, Fused)>> {
+        let (q, mask) = (inputs[0], options.attn_mask);
+        let Some(mut call) = Call::new(op, inputs, options) else { return Ok(None) };
+        let views = call.views(inputs, mask);
+        if !backend::of(q.device()).has_attention(&call.problem(&views))? {
+            return Ok(None);
+        }
+        if let Some((_, seed)) = &mut call.dropout {
+            *seed = next_seed(q.device())?.seed;
+        }
+        let a = call.problem(&views);
+        let [_, queries, _, _, value_width] = a.sizes();
+        let shape: Shape = call.batch.dims().iter().copied().chain([queries, value_width]).collect();
+        let out = match empty_heads_inside(&shape, q)? {
+            Some(out) => out,
+            None => Tensor::empty_like_shape(shape, q.dtype, q.device())?,
+        };
+        let rows = a.q.shape().dims().split_last().map(|(_, rows)| Shape::from(rows)).unwrap_or_default();
+        let logsumexp = Tensor::empty_like_shape(rows, q.dtype.compute().dtype(), q.device())?;
+        let view = call.view(&out, false);
+        backend::fill([&out, &logsumexp], |b| b.attention(&a, &view, &logsumexp))?;
+        let (saved, logsumexp) = (Saved::new(&out), Saved::new(&logsumexp));
+        Ok(Some((out, Fused { call, out: saved, logsumexp })))
+    }
+
+    /// The gradients of queries, keys and values that are wanted, outside the graph, in `slots` where these are given.
+    pub(crate) fn backward(
+        &self,
+        op: &'static str,
+        inputs: [&Tensor; 3],
+        mask: Option<&Tensor>,
+        grad: &Tensor,
+        slots: [Option<Tensor>; 3],
+        wanted: [bool; 3],
+    ) -> Result<[Option<Tensor>; 3]> {
+        let call = &self.call;
+        let views = call.views(inputs, mask);
+        let a = call.problem(&views);
+        let (out, grad) = (call.view(self.out.get(op)?, false), call.view(grad, false));
+        let of = Attended { out: &out, logsumexp: self.logsumexp.get(op)?, grad: &grad };
+        // Where an operand is broadcast, the kernel writes a gradient for each of its copies, and these are added up.
+        let made = inputs.iter().zip(&views.inputs).zip(slots).enumerate().map(|(i, ((t, view), slot))| {
+            let whole = t.numel() == view.numel();
+            let made = match slot.filter(|_| whole) {
+                Some(slot) => slot.detach(),
+                None if whole => Tensor::empty_like_shape(t.shape(), t.dtype, t.device())?,
+                None => Tensor::empty_like_shape(call.broadcast(t, i > 0), t.dtype, t.device())?,
+            };
+            Ok((whole, made))
+        });
+        let made = made.collect::<Result<SmallVec<[(bool, Tensor); 3]>>>()?;
+        let seen = [0, 1, 2].map(|i| call.view(&made[i].1, i > 0));
+        backend::launch(seen.each_ref(), |b| b.attention_backward(&a, &of, seen.each_ref()))?;
+        let mut gradients = [None, None, None];
+        for (i, (whole, made)) in made.into_iter().enumerate().filter(|(i, _)| wanted[*i]) {
+            gradients[i] = Some(if whole { made } else { made.sum_to(inputs[i].shape())? });
+        }
+        Ok(gradients)
+    }
+
+    /// The seeds that composed operations have to draw to drop the same weights.
+    pub(crate) fn seeds(&self) -> SmallVec<[Drawn; 1]> {
+        self.call.dropout.iter().map(|(_, seed)| Drawn { seed: *seed, base: None }).collect()
+    }
+}
+
+impl Call {
+    fn new(op: &'static str, inputs: [&Tensor; 3], options: &Attention<'_>) -> Option<Call> {
+        let Attention { attn_mask: mask, is_causal: causal, dropout_p, scale, .. } = *options;
+        let is_probability = (0.0..=1.0).contains(&dropout_p);
+        let tracked = mask.is_some_and(|mask| autograd::is_tracked(&[mask]));
+        // The seeds of a graph are in device memory, where the kernel does not look for them.
+        let captured = dropout_p != 0.0 && is_capturing(inputs[0].device());
+        if tracked || captured || !is_probability || inputs.iter().any(|t| t.numel() == 0) {
+            return None;
+        }
+        let [[batch_q @ .., queries, _], [batch_k @ .., keys, _], [batch_v @ .., _, _]] =
+            inputs.map(|t| t.shape().dims())
+        else {
+            return None;
+        };
+        let batch = Shape::from(batch_q).broadcast(op, &Shape::from(batch_k)).ok()?;
+        let scores: Shape = batch.dims().iter().copied().chain([*queries, *keys]).collect();
+        let fits = |shape: &Shape, t: &[usize]| shape.broadcast(op, &Shape::from(t)).is_ok_and(|all| all == *shape);
+        if !fits(&batch, batch_v) || mask.is_some_and(|mask| !fits(&scores, mask.shape().dims())) {
+            return None;
+        }
+        let last = |dims: &[usize]| dims.last().copied().unwrap_or(1);
+        let grouped = last(batch_q) > 1 && last(batch_k) == 1 && last(batch_v) == 1;
+        let dropout = (dropout_p != 0.0).then(|| (dropout_p, Seed::default()));
+        Some(Call { batch, grouped, causal, scale: scale.unwrap_or(1.0), dropout })
+    }
+
+    fn problem<'a>(&self, views: &'a Views) -> FusedAttention<'a> {
+        let [q, k, v] = views.inputs.each_ref();
+        let Call { causal, scale, dropout, .. } = *self;
+        FusedAttention { q, k, v, mask: views.mask.as_ref(), causal, scale, dropout }
+    }
+
+    fn views(&self, inputs: [&Tensor; 3], mask: Option<&Tensor>) -> Views {
+        let [q, k, v] = inputs;
+        let keys = k.shape().dims()[k.rank() - 2];
+        let of_scores = |mask: &Tensor| {
+            let queries = q.shape().dims()[q.rank() - 2];
+            let scores = self.batch.dims().iter().copied().chain([queries, keys]).collect();
+            self.with_heads(mask, mask.layout.broadcast_to(&scores))
+        };
+        Views { inputs: [self.view(q, false), self.view(k, true), self.view(v, true)], mask: mask.map(of_scores) }
+    }
+
+    /// `[batch.., L, E]` as `[batch.., heads, L, E]`.
+    fn view(&self, t: &Tensor, of_keys: bool) -> Tensor {
+        self.with_heads(t, t.layout.broadcast_to(&self.broadcast(t, of_keys)))
+    }
+
+    /// The last dim before matrices is that of the heads where these are in groups; otherwise there is one.
+    fn with_heads(&self, t: &Tensor, layout: Layout) -> Tensor {
+        let rank = layout.shape.rank();
+        t.with_layout(if self.grouped { layout } else { layout.insert(rank - 2) })
+    }
+
+    /// The shape with all batch dims, but for the heads that share keys.
+    fn broadcast(&self, t: &Tensor, of_keys: bool) -> Shape {
+        let (batch, dims) = (self.batch.dims(), t.shape().dims());
+        let shared = usize::from(self.grouped && of_keys);
+        let outer = batch[..batch.len() - shared].iter().copied().chain((shared > 0).then_some(1));
+        outer.chain(dims[dims.len() - 2..].iter().copied()).collect()
+    }
+}

@@ -1,0 +1,171 @@
+//! Attention by the kernel of GPUs: values and gradients beside the CPU's in f64, by every way of the operations, memory and launches.
+//! Where no GPU is, an OpenCL processor runs it: each test starts itself again with `CLAYSTONE_KERNELS=gpu`.
+
+use claystone::device::count_launches;
+use claystone::ops::Attention;
+use claystone::{DType, Device, Tensor, manual_seed};
+
+use crate::common::f64s;
+use crate::common::gpus::{assert_same, gpus, upload};
+
+/// Numbers between -1 and 1, which repeat late.
+fn numbers(n: usize, seed: usize) -> Vec<f64> {
+    (0..n).map(|i| ((i * 7919 + i / 241 + seed * 613) % 241) as f64 / 120.0 - 1.0).collect()
+}
+
+/// A leaf with rows that are gapped, after elements that are not part of it.
+fn leaf(shape: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
+    let mut wide = shape.to_vec();
+    let last = wide.len() - 1;
+    wide[last] += 3;
+    let t = upload(&numbers(wide.iter().product(), seed), &wide, dtype, device);
+    t.narrow(-1, 1, shape[last]).unwrap().detach().requires_grad_(true).unwrap()
+}
+
+fn values(t: &Tensor) -> Vec<f64> {
+    f64s(&t.detach()).iter().copied().collect()
+}
+
+/// The result and the gradients of the leaves, one after another.
+fn with_gradients(y: Tensor, leaves: &[Tensor]) -> Vec<f64> {
+    let weights = upload(&numbers(y.numel(), 5), y.shape().dims(), y.dtype(), y.device());
+    y.backward_with(&weights).unwrap();
+    let gradients = leaves.iter().flat_map(|leaf| values(&leaf.grad().unwrap()));
+    values(&y).into_iter().chain(gradients).collect()
+}
+
+/// Queries, keys and values of heads in groups that are told, or broadcast; operands that are broadcast otherwise.
+const CALLS: [[&[usize]; 3]; 6] = [
+    [&[2, 6, 9, 8], &[2, 2, 37, 8], &[2, 2, 37, 4]],
+    [&[3, 33, 8], &[17, 8], &[17, 8]],
+    [&[2, 1, 39, 8], &[3, 31, 8], &[3, 31, 8]],
+    [&[1, 2, 35, 8], &[3, 1, 7, 8], &[3, 1, 7, 8]],
+    [&[40, 8], &[23, 8], &[23, 8]],
+    [&[2, 3, 65, 8], &[2, 3, 65, 8], &[2, 3, 65, 8]],
+];
+
+#[test]
+fn values_and_gradients_are_those_of_the_cpu() {
+    for device in gpus("attention::values_and_gradients_are_those_of_the_cpu") {
+        let calls = (0..CALLS.len()).map(|i| (i, DType::F32, 2e-5)).chain([(0, DType::F16, 4e-3)]);
+        for (i, dtype, tolerance) in calls {
+            let call = |to: DType, device: Device| {
+                // Both sides start from the same bits.
+                let made = |k: usize| {
+                    let t = leaf(CALLS[i][k], k, dtype, Device::Cpu).detach().to_dtype(to).unwrap();
+                    t.to_device(device).unwrap().requires_grad_(true).unwrap()
+                };
+                let leaves = [made(0), made(1), made(2)];
+                // The first has a mask of bools, every second one is causal, the last one drops weights.
+                let mask = leaf(&[2, 6, 1, 37], 3, dtype, device).detach().gt_scalar(-0.6).unwrap();
+                let options = Attention {
+                    attn_mask: (i == 0).then_some(&mask),
+                    dropout_p: if i == 5 { 0.25 } else { 0.0 },
+                    is_causal: i % 2 == 0,
+                    enable_gqa: i == 0,
+                    scale: Some(0.7),
+                };
+                manual_seed(11);
+                let [q, k, v] = leaves.each_ref();
+                with_gradients(q.scaled_dot_product_attention(k, v, options).unwrap(), &leaves)
+            };
+            let (got, want) = (call(dtype, device), call(DType::F64, Device::Cpu));
+            assert_same(&got, &want, tolerance, &format!("call {i} of {dtype}"));
+        }
+    }
+}
+
+#[test]
+fn one_projection_of_all_heads() {
+    for device in gpus("attention::one_projection_of_all_heads") {
+        for (is_causal, dropout_p) in [(true, 0.0), (false, 0.5)] {
+            let call = |dtype: DType, device: Device| {
+                let x = leaf(&[2, 19, 3 * 4 * 8], 1, DType::F32, Device::Cpu).detach().to_dtype(dtype).unwrap();
+                let x = x.to_device(device).unwrap().requires_grad_(true).unwrap();
+                manual_seed(5);
+                let options = Attention { is_causal, dropout_p, ..Attention::default() };
+                let (y, forward) = count_launches(|| x.packed_attention(4, options).unwrap());
+                assert!(y.is_contiguous());
+                let grad = upload(&numbers(y.numel(), 5), y.shape().dims(), dtype, device);
+                let ((), backward) = count_launches(|| y.backward_with(&grad).unwrap());
+                assert!(device == Device::Cpu || (forward, backward) == (1, 2), "{forward}, {backward}");
+                [values(&y), values(&x.grad().unwrap())].concat()
+            };
+            assert_same(
+                &call(DType::F32, device),
+                &call(DType::F64, Device::Cpu),
+                2e-5,
+                &format!("causal {is_causal}"),
+            );
+        }
+    }
+}
+
+/// Few queries share a device by their keys, in a second launch; all sums are made in a fixed order.
+#[test]
+fn decoding_reads_a_long_cache() {
+    for device in gpus("attention::decoding_reads_a_long_cache") {
+        let (q, cache) = (leaf(&[1, 8, 1, 32], 0, DType::F32, device), leaf(&[1, 2, 2000, 32], 1, DType::F32, device));
+        let options = Attention { enable_gqa: true, ..Attention::default() };
+        let call = |q: &Tensor, cache: &Tensor| {
+            count_launches(|| {
+                q.detach().scaled_dot_product_attention(&cache.detach(), &cache.detach(), options).unwrap()
+            })
+        };
+        let (y, launches) = call(&q, &cache);
+        assert_eq!(launches, 2);
+        let on_cpu = |t: &Tensor| t.detach().to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+        assert_same(&values(&y), &values(&call(&on_cpu(&q), &on_cpu(&cache)).0), 1e-5, "decoding");
+        assert_eq!(values(&y), values(&call(&q, &cache).0));
+    }
+}
+
+#[test]
+fn memory_is_linear_in_the_length() {
+    for device in gpus("attention::memory_is_linear_in_the_length") {
+        let bytes = |length: usize| {
+            let x = leaf(&[1, 2, length, 16], 1, DType::F32, device);
+            device.synchronize().unwrap();
+            let before = device.memory_stats().unwrap().allocated_bytes.current;
+            device.reset_peak_stats().unwrap();
+            let options = Attention { is_causal: true, ..Attention::default() };
+            let y = x.scaled_dot_product_attention(&x, &x, options).unwrap();
+            y.backward_with(&y.detach()).unwrap();
+            device.memory_stats().unwrap().allocated_bytes.peak - before
+        };
+        let (short, long) = (bytes(1024), bytes(4096));
+        // The scores of 4,096 positions take 128 MiB; the operands, 0.5 MiB each, stand for all that is there.
+        assert!(long <= 4 * short + (1 << 16) && long < 8 << 20, "{short} bytes, and {long} of four times the length");
+    }
+}
+
+/// Other work changes nothing, and every run has the same bits.
+#[test]
+fn runs_have_the_same_bits() {
+    for device in gpus("attention::runs_have_the_same_bits") {
+        let call = || {
+            let leaves = [0, 1, 2].map(|k| leaf(&[2, 2, 33, 8], k, DType::F32, device));
+            let [q, k, v] = leaves.each_ref();
+            with_gradients(q.scaled_dot_product_attention(k, v, Attention::default()).unwrap(), &leaves)
+        };
+        assert_eq!(call(), call());
+    }
+}
+
+/// What needs more than the kernel has is composed: a gradient of the mask, wider heads, gradients of gradients.
+#[test]
+fn what_the_kernel_has_not_is_composed() {
+    for device in gpus("attention::what_the_kernel_has_not_is_composed") {
+        let x = leaf(&[2, 5, 8], 1, DType::F32, device);
+        let mask = leaf(&[5, 5], 2, DType::F32, device);
+        let options = Attention { attn_mask: Some(&mask), ..Attention::default() };
+        let (y, launches) = count_launches(|| x.scaled_dot_product_attention(&x, &x, options).unwrap());
+        assert_eq!(launches, 3);
+        y.sum((), false).unwrap().backward().unwrap();
+        assert_eq!(mask.grad().unwrap().shape().dims(), [5, 5]);
+        let wide = leaf(&[3, 300], 1, DType::F32, device);
+        let (_, launches) =
+            count_launches(|| wide.scaled_dot_product_attention(&wide, &wide, Attention::default()).unwrap());
+        assert_eq!(launches, 3);
+    }
+}
