@@ -1,14 +1,20 @@
-//! What a replayed training step costs the host: `graph [--device D] [--batch N] [--rounds N]`. An MLP 784-256-128-10 with
-//! cross-entropy and SGD, and twelve kernels of 64 elements, replayed by the host and in command buffers in turns. For each the
-//! time of the call, and of a step when many are submitted one behind the other.
+//! What a replayed training step costs the host: `graph [--device D] [--batch N] [--rounds N] [--layers N] [--width N]`. Twelve
+//! kernels of 64 elements, an MLP 784-256-128-10 with cross-entropy and SGD, and the GPT of the example `char_transformer` with dropout,
+//! clipping and AdamW, replayed by the host and in command buffers in turns. For each the time of the call, and of a step when many
+//! are submitted one behind the other; and how many launches the steps have as calls.
+
+#[allow(dead_code)]
+#[path = "../examples/char_transformer/model.rs"]
+mod model;
 
 use std::error::Error;
 use std::time::Instant;
 
-use claystone::device::ReplayMode;
+use claystone::device::{ReplayMode, count_launches};
 use claystone::nn::{Activation, Linear, Module, Sequential};
-use claystone::optim::{Optimizer, Sgd, SgdConfig};
-use claystone::{Device, Graph, Result, Tensor};
+use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig, clip_grad_norm_};
+use claystone::{DType, Device, Graph, Result, Tensor};
+use model::{Gpt, Sizes};
 
 /// Replays before the host waits.
 const STEPS: u32 = 20;
@@ -21,11 +27,37 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let rounds: usize = value("--rounds").transpose()?.map_or(Ok(100), |n| n.parse())?;
     println!("{:24} {:>8} {:16} {:>10} {:>10}", "us, medians", "commands", "", "the call", "a step");
     let x = Tensor::rand(&[64], device)?;
-    let twelve = || (0..12).try_for_each(|_| x.mul_scalar_(0.5).map(drop));
+    let twelve = || (0..12).try_for_each(|_| x.softmax(0).map(drop)); // formulas would be joined
     compare("12 small kernels", &mut Graph::capture(device, twelve)?.0, rounds)?;
     let mut training = Training::new(batch, device)?;
-    training.step()?;
-    compare(&format!("MLP step of {batch}"), &mut Graph::capture(device, || training.step())?.0, rounds)
+    let (_, launches) = count_launches(|| training.step());
+    let name = format!("MLP, {launches} as calls");
+    compare(&name, &mut Graph::capture(device, || training.step())?.0, rounds)?;
+    let layers: usize = value("--layers").transpose()?.map_or(Ok(3), |n| n.parse())?;
+    let width: usize = value("--width").transpose()?.map_or(Ok(64), |n| n.parse())?;
+    for dtype in [DType::F32, DType::BF16] {
+        let mut step = gpt_step(layers, width, dtype, device)?;
+        step()?;
+        let (_, launches) = count_launches(&mut step);
+        let name = format!("GPT {dtype}, {launches} as calls");
+        compare(&name, &mut Graph::capture(device, &mut step)?.0, rounds.div_ceil(10))?;
+    }
+    Ok(())
+}
+
+/// Steps of a GPT on two windows of 32 characters.
+fn gpt_step(layers: usize, width: usize, dtype: DType, device: Device) -> Result<impl FnMut() -> Result<()>> {
+    let sizes =
+        Sizes { vocabulary: 96, context: 32, width, layers, heads: width.div_ceil(64), tied: false, dropout: 0.1 };
+    let mut gpt = Gpt::new(sizes, device)?;
+    let mut adamw = AdamW::new(gpt.parameters_mut(), AdamWConfig::default())?;
+    let windows = Tensor::randint(0, 96, [2, 33], (DType::I64, device))?;
+    Ok(move || {
+        adamw.zero_grad();
+        gpt.loss(&windows, dtype)?.backward()?;
+        clip_grad_norm_(gpt.parameters(), 1.0, 2.0)?;
+        adamw.step()
+    })
 }
 
 /// Measures a graph in every mode that its device has.
