@@ -97,11 +97,17 @@ impl Tile {
     }
 }
 
-/// Whether the kernels compute this: on processors products of blocks are faster.
+/// Queries up to which the kernels, which multiply in f32, are used for halves on a device with tensor cores.
+const FEW_QUERIES: usize = 16;
+
+/// Whether the kernels compute this: on processors products of blocks are faster, and so, by their arithmetic, are those of halves on
+/// tensor cores.
 pub(crate) fn has(a: &FusedAttention) -> Result<bool> {
     let device = a.q.cl_device()?;
     let [heads, queries, keys, width, value_width] = a.sizes();
+    let by_tensor_cores = || queries > FEW_QUERIES && a.q.dtype.size() == 2 && device.tensor_cores().local > 0;
     Ok(!is_processor(device)
+        && !by_tensor_cores()
         && (a.q.dtype != DType::F64 || device.info().fp64)
         && width.max(value_width) <= WIDEST_HEAD
         && (heads * queries).max(keys) < 1 << 31

@@ -90,7 +90,7 @@ impl Tensor {
     ///
     /// On GPUs one kernel keeps the result and a number for each query: memory grows with `L + S` and not with `L S`, with any mask and
     /// with dropout. That is so for E and V up to 256 (less where a device's local memory is small), unless a gradient of the mask or
-    /// of gradients is wanted.
+    /// of gradients is wanted, or tensor cores multiply halves.
     ///
     /// Elsewhere many scores are made for a block of queries at a time, and again in backward, with the same effect:
     /// above 4 MiB of them on the CPU where `is_causal` is set or no gradient is wanted, otherwise above a 32nd of the
