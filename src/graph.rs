@@ -224,6 +224,12 @@ impl Graph {
         capture::is_capturing(device)
     }
 
+    /// Tells the capture of a graph of the device that this thread is in from every other; `None` outside of one (the id of CUDA's
+    /// `cudaStreamGetCaptureInfo`).
+    pub fn capture_id(device: Device) -> Option<u64> {
+        Graph::is_capturing(device).then(capture::number)
+    }
+
     /// The device.
     pub fn device(&self) -> Device {
         self.stream.device()

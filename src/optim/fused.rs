@@ -27,6 +27,14 @@ struct Group<R> {
     numbers: Vec<f64>,
     /// What the last step launched: the next one mostly does the same.
     launches: Vec<Launch>,
+    captured: Captured,
+}
+
+/// How often the capture with this id has updated each parameter so far: a replay counts its updates at its end.
+#[derive(Default)]
+struct Captured {
+    id: Option<u64>,
+    updates: Vec<i32>,
 }
 
 /// What the numbers of the next step follow from, also of a step that a graph makes.
@@ -37,9 +45,23 @@ struct Progress<R> {
 }
 
 impl<R: Rule> Progress<R> {
-    /// The numbers of the next update of a run, before the factor of its gradients.
-    fn numbers_to(&self, run: &Run, to: &mut Vec<f64>) {
-        self.rule.numbers_to(self.steps[run.parameters.start].saturating_add(1), to);
+    /// The numbers of the update of a run after the next `ahead`, before the factor of its gradients.
+    fn numbers_to(&self, run: &Run, ahead: i32, to: &mut Vec<f64>) {
+        self.rule.numbers_to(self.steps[run.parameters.start].saturating_add(ahead).saturating_add(1), to);
+    }
+
+    /// That the parameters of a captured run are still updated with the same numbers.
+    fn check_alike(&self, run: &Run, ahead: i32) -> Result<()> {
+        let numbers = |steps: i32| self.rule.numbers(steps.saturating_add(ahead).saturating_add(1));
+        let mut steps = self.steps[run.parameters.clone()].iter().copied();
+        let first = steps.next().unwrap_or_default();
+        match steps.all(|other| other == first || numbers(other) == numbers(first)) {
+            true => Ok(()),
+            false => {
+                let reason = "the graph updates parameters at once that have had different numbers of steps since: capture it again";
+                Err(Error::invalid(R::NAME, reason))
+            }
+        }
     }
 
     fn count(&mut self, run: &Run) {
@@ -159,7 +181,7 @@ impl<R: Rule> Group<R> {
         let flat = Arc::new(Flat::new(R::NAME, parameters)?);
         let state = rule.state().iter().map(|(_, start)| flat.state(*start)).collect::<Result<_>>()?;
         let progress = Arc::new(Mutex::new(Progress { rule, steps: vec![0; flat.count()] }));
-        Ok(Group { flat, state, progress, numbers: Vec::new(), launches: Vec::new() })
+        Ok(Group { flat, state, progress, numbers: Vec::new(), launches: Vec::new(), captured: Captured::default() })
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress<R>> {
@@ -169,13 +191,19 @@ impl<R: Rule> Group<R> {
     /// What to launch. Where the model was converted, goes over to the parameters that replace these first.
     fn runs(&mut self) -> Result<SmallVec<[Run; 1]>> {
         // A replay sees to the master itself: what is captured would round it again and again.
-        if !Graph::is_capturing(self.flat.device()) {
+        let capture = Graph::capture_id(self.flat.device());
+        if capture.is_none() {
             self.flat.refresh()?;
+        }
+        if capture.is_some() && capture != self.captured.id {
+            self.captured = Captured { id: capture, updates: vec![0; self.flat.count()] };
         }
         let runs = {
             let Progress { rule, steps } = &*self.progress();
-            let next = |i: usize| rule.numbers(steps[i].saturating_add(1));
-            self.flat.runs(|a, b| steps[a] == steps[b] || next(a) == next(b))?
+            let updates = |i: usize| if capture.is_some() { self.captured.updates[i] } else { 0 };
+            let step = |i: usize| steps[i].saturating_add(updates(i));
+            let next = |i: usize| rule.numbers(step(i).saturating_add(1));
+            self.flat.runs(|a, b| step(a) == step(b) || next(a) == next(b))?
         };
         match runs {
             Some(runs) => Ok(runs),
@@ -211,7 +239,7 @@ impl<R: Rule> Group<R> {
         let mut progress = unpoisoned(&progress);
         for_each_part(R::NAME, runs.into_iter().enumerate(), |(i, run)| {
             self.numbers.clear();
-            progress.numbers_to(&run, &mut self.numbers);
+            progress.numbers_to(&run, 0, &mut self.numbers);
             self.numbers.push(factor);
             let (scaled, numbers) = (factor != 1.0, self.numbers.len());
             if !self.launches.get(i).is_some_and(|l| l.run == run && (l.scaled, l.numbers) == (scaled, numbers)) {
@@ -228,7 +256,7 @@ impl<R: Rule> Group<R> {
     }
 
     /// Has a graph update a run with numbers that lie on the device, where each replay brings those of its step.
-    fn capture(&self, run: Run, factor: f64) -> Result<()> {
+    fn capture(&mut self, run: Run, factor: f64) -> Result<()> {
         let (device, dtype) = (self.flat.device(), self.flat.state_dtype());
         let rule = self.progress().rule.clone();
         let count = rule.numbers(1).len() + 1;
@@ -238,6 +266,8 @@ impl<R: Rule> Group<R> {
         let captured = CapturedStep::new(&self.flat);
         self.update(&rule, &run, factor != 1.0, Numbers::OnDevice(&on_device))?.launch(&[])?;
         captured.captured();
+        let ahead = self.captured.updates[run.parameters.start];
+        self.captured.updates[run.parameters.clone()].iter_mut().for_each(|updates| *updates += 1);
         let (captured, progress) = (Arc::new(captured), Arc::clone(&self.progress));
         let before = {
             let (captured, progress, run) = (Arc::clone(&captured), Arc::clone(&progress), run.clone());
@@ -245,7 +275,10 @@ impl<R: Rule> Group<R> {
                 no_grad(|| {
                     captured.refresh()?;
                     let mut numbers = Vec::with_capacity(count);
-                    unpoisoned(&progress).numbers_to(&run, &mut numbers);
+                    let progress = unpoisoned(&progress);
+                    progress.check_alike(&run, ahead)?;
+                    progress.numbers_to(&run, ahead, &mut numbers);
+                    drop(progress);
                     numbers.push(factor);
                     launch(&bring, &numbers)
                 })

@@ -97,6 +97,36 @@ fn follows<R: Rule>(rule: R) {
     }
 }
 
+/// The second step of a capture goes on from the first.
+#[test]
+fn several_steps_of_a_capture_count_one_after_another() {
+    for device in opencl() {
+        for dtype in [DType::F32, DType::BF16] {
+            let make = || Pair::new(AdamWConfig { lr: 0.1, ..Default::default() }, dtype, device);
+            let (mut eager, mut replayed) = (make(), make());
+            let steps = |pair: &mut Pair<_>| -> Result<()> {
+                pair.step()?;
+                pair.step()?;
+                pair.step()
+            };
+            let (graph, ()) = Graph::capture(device, || steps(&mut replayed)).unwrap();
+            for round in 0..3 {
+                steps(&mut eager).unwrap();
+                graph.replay().unwrap();
+                assert_eq!(replayed.state(), eager.state(), "round {round} in {dtype} on {device}");
+            }
+            // One parameter goes on alone: what updated both at once cannot any more.
+            replayed.optimizer.zero_grad();
+            replayed.leaves[0].square().unwrap().sum((), false).unwrap().backward().unwrap();
+            replayed.optimizer.step().unwrap();
+            let before = replayed.state();
+            let told = graph.replay().unwrap_err().to_string();
+            assert!(told.contains("capture it again"), "{told}");
+            assert_eq!(replayed.state(), before, "{dtype} on {device}");
+        }
+    }
+}
+
 #[test]
 fn optimisers_count_the_steps_of_replays() {
     follows(AdamWConfig { lr: 0.1, ..Default::default() });

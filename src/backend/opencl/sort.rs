@@ -216,7 +216,9 @@ impl SortLaunches<'_> {
 /// Elements of the largest block that a group can sort by digits: what it has room for in local memory.
 fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
     let (group, key) = (group_size(device), if short(dtype) { 4 } else { 8 });
-    let fits = |tile: &usize| (tile * (key + 2) + 36 * group) * 33 / 32 + 128 <= device.info().local_memory;
+    // Some drivers have more than 48 KiB, but let a kernel declare no more than this.
+    let room = device.info().local_memory.min(48 << 10);
+    let fits = |tile: &usize| (tile * (key + 2) + 36 * group) * 33 / 32 + 256 * key.max(8) + 128 <= room;
     std::iter::successors(Some(group * ITEMS), |tile| Some(tile / 2))
         .find(|tile| *tile <= TILE || fits(tile))
         .unwrap_or(0)

@@ -1,4 +1,5 @@
-//! Attention: every weight by its definition, and the gradients made of them. Keys that a causal mask hides take no part at all.
+//! Attention: every weight by its definition, and the gradients made of them. Keys that a causal mask hides take no part here; a kernel may
+//! multiply their values by a weight of 0, which is something else where they are not finite.
 
 use ndarray::ArrayD;
 
