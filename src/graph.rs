@@ -126,7 +126,8 @@ impl Graph {
     /// Submits everything recorded, in order. Returns when it is submitted.
     ///
     /// # Errors
-    /// [`Error::Invalid`] inside a capture, what the driver refuses, and [`Error::DeviceLost`]. [`Error::Partial`] where the
+    /// [`Error::Invalid`] inside a capture, and for an optimiser's parameters that the graph updates at once and that have had different
+    /// numbers of steps since; what the driver refuses, and [`Error::DeviceLost`]. [`Error::Partial`] where the
     /// driver refuses one command after others were submitted: what the graph writes to has to be set anew. After any other
     /// error nothing was submitted.
     pub fn replay(&self) -> Result<()> {
