@@ -109,7 +109,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
     ushort place[ITEMS];
     for (uint i = 0; i < ITEMS; ++i) {
         const uint s = i * GROUP + lid;
-        // What fills up the tile sorts behind everything, since it comes last.
+        // Padding has the largest key and comes last, so it stays behind all elements.
         k[PADDED(s)] = s < len ? KEY_AT(s) : (Key)-1;
         a[PADDED(s)] = (ushort)s;
     }

@@ -37,15 +37,15 @@ use crate::{Device, Error, Result, Stream, backend, with_stream};
 /// - **Optimisers** count a replay as a step, and each replay brings the numbers of its step to the device: bias corrections, and
 ///   the learning rate that the optimiser has then. Set it between replays, directly or by a
 ///   [`Scheduler`](crate::optim::Scheduler) (PyTorch's `capturable=True`, and its learning rate in a tensor).
-/// - **Random numbers**: each replay draws from the [`Generator`](crate::Generator) what calls would draw, and leaves it where they
-///   would, so that calls and replays may take turns. A graph has every generator that was current inside.
+/// - **Random numbers**: each replay draws from the [`Generator`](crate::Generator) what a call would draw, and advances it as a call
+///   would, so calls and replays may alternate. This holds for every generator that was current during the capture.
 /// - Other numbers of the host are what they were at the capture, unless [`on_replay`](Self::on_replay) brings them.
 ///   [`GradScaler`](crate::optim::GradScaler) reads the gradients, which cannot be captured: bf16 does without.
 ///
-/// **Fewer launches.** A chain of elementwise operations becomes one launch: one is joined into the next that reads its result where
-/// nothing else uses that result, inside or, through a handle that is left, afterwards, and where its operands are the same by then.
-/// The result has the reader's shape, and f32, f64 or i64 that both compute in, so that the bits are those of calls, where the
-/// results in between are stored. An elementwise operation whose result nobody uses is left out.
+/// **Fewer launches.** A chain of elementwise operations becomes one launch. An operation is joined into the one that reads its
+/// result if nothing else uses that result (inside the graph, or afterwards through a handle), if both have the same shape, if its
+/// operands have not changed by then, and if both compute in the dtype of the result: f32, f64 or i64. So the bits are those of
+/// calls. An elementwise operation whose result nobody uses is left out.
 ///
 /// **Memory.** What is allocated inside comes from a pool of the graph's own, or of [several](Self::capture_in): as long as the graph lives nobody else is
 /// given it, also what was dropped inside. Tensors from outside are kept alive and do not move. When the graph is dropped,
@@ -126,10 +126,10 @@ impl Graph {
     /// Submits everything recorded, in order. Returns when it is submitted.
     ///
     /// # Errors
-    /// [`Error::Invalid`] inside a capture, and for an optimiser's parameters that the graph updates at once and that have had different
-    /// numbers of steps since; what the driver refuses, and [`Error::DeviceLost`]. [`Error::Partial`] where the
-    /// driver refuses one command after others were submitted: what the graph writes to has to be set anew. After any other
-    /// error nothing was submitted.
+    /// [`Error::Invalid`] inside a capture, or if parameters that the graph updates in one launch have since had different numbers of
+    /// optimiser steps (capture again); an error of a hook of [`on_replay`](Self::on_replay); what the driver refuses, and
+    /// [`Error::DeviceLost`]. [`Error::Partial`] where the driver refuses one command after others were submitted: what the graph
+    /// writes to has to be set anew. After any other error nothing was submitted.
     pub fn replay(&self) -> Result<()> {
         let device = self.device();
         capture::refuse(device, "Graph::replay", "graphs are not made of graphs")?;
@@ -145,18 +145,24 @@ impl Graph {
         replayed
     }
 
-    /// Runs `f`, in a capture: what is allocated inside is the device's memory and not the graph's, which is given to one tensor
-    /// after another, so that a replay would overwrite what was written before. For tensors that [`on_replay`](Self::on_replay)
-    /// writes to. Outside of captures, runs `f`.
+    /// Runs `f` so that what it allocates during a capture comes from the device's allocator and not from the graph's pool. The pool gives
+    /// the same memory to one tensor after another, so a replay would overwrite it. Use this for tensors that a hook of
+    /// [`on_replay`](Self::on_replay) writes to. Outside of captures it only runs `f`.
+    ///
+    /// ```
+    /// use claystone::{Device, Graph, Tensor};
+    /// let rate = Graph::outside(|| Tensor::zeros((), Device::Cpu))?;
+    /// assert_eq!(rate.item::<f32>()?, 0.0);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
     pub fn outside<R>(f: impl FnOnce() -> R) -> R {
         Captured::outside(f)
     }
 
-    /// Has each replay of the graph that this thread captures on the device call `before` ahead of its commands, on the graph's
-    /// stream, and `after` once they are submitted: where what a step does depends on numbers of the host. Give them to the
-    /// device there, by `fill_` or [`Tensor::map_into`](crate::Tensor::map_into) on tensors that the commands read, as
-    /// optimisers do with their learning rate. The tensors have to be from [`outside`](Self::outside) the graph. Writes from the
-    /// host would wait for the replay before.
+    /// For the graph that this thread is capturing on the device: each replay calls `before` ahead of its commands, on the graph's stream,
+    /// and `after` once they are submitted. Use it for values that the host computes for each step. `before` passes them on with `fill_`
+    /// or [`Tensor::map_into`](crate::Tensor::map_into) on tensors that the commands read, made before the capture or with
+    /// [`outside`](Self::outside). Do not write values from the host there: that waits for the previous replay.
     ///
     /// ```
     /// use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -178,7 +184,8 @@ impl Graph {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where this thread captures no graph of the device.
+    /// [`Error::Invalid`] where this thread captures no graph of the device. An error of `before` is returned by
+    /// [`replay`](Self::replay), which then submits nothing.
     pub fn on_replay(
         device: Device,
         before: impl Fn() -> Result<()> + Send + Sync + 'static,
@@ -225,8 +232,8 @@ impl Graph {
         capture::is_capturing(device)
     }
 
-    /// Tells the capture of a graph of the device that this thread is in from every other; `None` outside of one (the id of CUDA's
-    /// `cudaStreamGetCaptureInfo`).
+    /// A number that differs between the captures of this thread; `None` where this thread captures no graph of the device (as the id
+    /// of CUDA's `cudaStreamGetCaptureInfo`). Captures of two threads may have the same number.
     pub fn capture_id(device: Device) -> Option<u64> {
         Graph::is_capturing(device).then(capture::number)
     }

@@ -50,7 +50,7 @@ impl<R: Rule> Progress<R> {
         self.rule.numbers_to(self.steps[run.parameters.start].saturating_add(ahead).saturating_add(1), to);
     }
 
-    /// That the parameters of a captured run are still updated with the same numbers.
+    /// Checks that the parameters of a captured run still need the same numbers.
     fn check_alike(&self, run: &Run, ahead: i32) -> Result<()> {
         let numbers = |steps: i32| self.rule.numbers(steps.saturating_add(ahead).saturating_add(1));
         let mut steps = self.steps[run.parameters.clone()].iter().copied();

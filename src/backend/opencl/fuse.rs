@@ -6,6 +6,7 @@
 //!   end of the capture, or the later formula overwrites it;
 //! - what it reads is still there: no command in between writes to it, and the later one at most element by element;
 //! - the result loses nothing by being stored: its dtype is the type that both, and the joined one, compute in;
+//! - both draw their random numbers from the same generator, if both draw any, and the earlier one is not a constant;
 //! - it records no faults, and the joined formula is not too large ([`MOST`], [`NODES`]).
 //!
 //! That is a launch, a store and a load less, and the same bits: contraction is off. A formula is left out where nobody uses any of

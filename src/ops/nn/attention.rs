@@ -88,9 +88,10 @@ impl Tensor {
     /// `[.., S, V]`, whose dims before broadcast: `[.., L, V]` (PyTorch's `scaled_dot_product_attention`). A query that may
     /// attend to nothing gives zeros. Floats of one dtype. Differentiable, in a mask of floats too.
     ///
-    /// On GPUs one kernel keeps the result and a number for each query: memory grows with `L + S` and not with `L S`, with any mask and
-    /// with dropout. That is so for E and V up to 256 (less where a device's local memory is small), unless a gradient of the mask or
-    /// of gradients is wanted, or tensor cores multiply halves.
+    /// On GPUs one kernel keeps the result and one number for each query: memory grows with `L + S` and not with `L S`, with any mask
+    /// and with dropout. This holds for E and V up to 256 (less where a device's local memory is small). All scores or blocks of them
+    /// are computed instead where a gradient of the mask or a second derivative is wanted, where dropout is captured in a
+    /// [`Graph`](crate::Graph), and for f16 and bf16 with more than 16 queries on a device with tensor cores.
     ///
     /// Elsewhere many scores are made for a block of queries at a time, and again in backward, with the same effect:
     /// above 4 MiB of them on the CPU where `is_causal` is set or no gradient is wanted, otherwise above a 32nd of the
