@@ -86,7 +86,7 @@ __kernel void sort_blocks(PARAMETERS) {
 // says where its elements go, so that equal digits stay in order. SCATTER sorts by one byte, and sends each run of a byte on.
 #define ITEMS (TILE / GROUP)
 #define DIGIT(key) ((uint)((key) >> bit) & 15)
-// Work-items whose places differ by a power of two would otherwise wait for one bank of local memory.
+// Padding: accesses whose addresses differ by a power of two would otherwise meet in one bank of local memory.
 #define PADDED(p) ((p) + ((p) >> 5))
 // Of digits d and d + 8, which one running sum adds up at once.
 typedef union {

@@ -5,7 +5,7 @@ use claystone::autograd::{CustomOp, OpContext, gradcheck, gradgradcheck};
 use claystone::ops::Expr;
 use claystone::{DType, Device, Error, Kernel, Result, Tensor, no_grad};
 
-use crate::common::{devices, each_device, iota, vec};
+use crate::common::{each_device, iota, opencl, vec};
 
 const SOURCE: &str = "
     typedef float number;
@@ -42,10 +42,6 @@ const SOURCE: &str = "
 
 fn kernel(name: &'static str) -> Kernel {
     Kernel::from_source(name, SOURCE, "").unwrap()
-}
-
-fn opencl() -> impl Iterator<Item = Device> {
-    devices().into_iter().filter(|&d| d != Device::Cpu)
 }
 
 /// `a * x`; the lengths are equal.

@@ -7,11 +7,7 @@ use claystone::storage::{MemPool, MemPoolOptions, MemoryMode, with_memory_mode};
 use claystone::{Device, Error, Graph, Result, Stream, Tensor, no_grad, with_stream};
 
 use crate::common;
-use crate::common::{devices, vec};
-
-fn opencl() -> impl Iterator<Item = Device> {
-    devices().into_iter().filter(|&device| device != Device::Cpu)
-}
+use crate::common::{opencl, vec};
 
 fn ramp(n: usize, shape: &[usize], scale: f32, device: Device) -> Tensor {
     let values: Vec<f32> = (0..n).map(|i| ((i * 37 + 11) % 101) as f32 / 101.0 * scale - scale / 2.0).collect();

@@ -1,19 +1,9 @@
 //! Formulas of a graph that become one launch, and those that are left out: the values are those of calls.
 
 use claystone::device::count_launches;
-use claystone::{DType, Device, Graph, Result, Tensor};
+use claystone::{DType, Graph, Result, Tensor};
 
-use crate::common::{devices, values};
-
-fn opencl() -> impl Iterator<Item = Device> {
-    devices().into_iter().filter(|&device| device != Device::Cpu)
-}
-
-fn ramp(shape: &[usize], scale: f32, device: Device) -> Tensor {
-    let n: usize = shape.iter().product();
-    let values: Vec<f32> = (0..n).map(|i| ((i * 37 + 11) % 101) as f32 / 101.0 * scale - scale / 2.0).collect();
-    Tensor::from_slice(&values, shape, device).unwrap()
-}
+use crate::common::{opencl, scattered, values};
 
 /// Work on a matrix of 12 x 20, and how many commands it is as a graph.
 struct Case {
@@ -112,7 +102,7 @@ const CASES: [Case; 22] = [
 fn chains_are_one_launch_with_the_same_values() {
     for device in opencl() {
         for Case { name, commands, work } in CASES {
-            let (x, other) = (ramp(&[12, 20], 3.0, device), ramp(&[12, 20], 3.0, device));
+            let (x, other) = (scattered(&[12, 20], 3.0, device), scattered(&[12, 20], 3.0, device));
             let (graph, results) = Graph::capture(device, || work(&other)).unwrap();
             let ((), launches) = count_launches(|| graph.replay().unwrap());
             assert!(launches <= graph.commands() as u64, "{name}");
@@ -177,7 +167,7 @@ fn random_programs_compute_as_calls_do() {
     for device in opencl() {
         let (mut captured, mut called) = (0, 0);
         for seed in 0..150 {
-            let outside = || [1.0, 2.0].map(|scale| ramp(&[16, 16], scale, device));
+            let outside = || [1.0, 2.0].map(|scale| scattered(&[16, 16], scale, device));
             let (mine, others) = (outside(), outside());
             let (graph, results) = Graph::capture(device, || program(&mut Choices(seed), &mine)).unwrap();
             for round in 0..2 {

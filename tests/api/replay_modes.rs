@@ -4,13 +4,9 @@ use claystone::device::{ReplayMode, count_launches};
 use claystone::profiler::{Category, profile};
 use claystone::{DType, Device, Error, Graph, Result, Stream, Tensor, with_stream};
 
-use crate::common::{devices, vec};
+use crate::common::{opencl, vec};
 
 const MODES: [ReplayMode; 2] = [ReplayMode::Host, ReplayMode::CommandBuffer];
-
-fn opencl() -> impl Iterator<Item = Device> {
-    devices().into_iter().filter(|&device| device != Device::Cpu)
-}
 
 /// Has the graph replayed like this; false where its device cannot, which says why.
 fn choose(graph: &mut Graph, mode: ReplayMode) -> bool {

@@ -20,6 +20,19 @@ pub fn devices() -> Vec<Device> {
     all
 }
 
+/// Every OpenCL device.
+#[track_caller]
+pub fn opencl() -> impl Iterator<Item = Device> {
+    devices().into_iter().filter(|&device| device != Device::Cpu)
+}
+
+/// Numbers from `-scale / 2` to `scale / 2`, in no order, in f32.
+pub fn scattered(shape: &[usize], scale: f32, device: Device) -> Tensor {
+    let n: usize = shape.iter().product();
+    let values: Vec<f32> = (0..n).map(|i| ((i * 37 + 11) % 101) as f32 / 101.0 * scale - scale / 2.0).collect();
+    Tensor::from_slice(&values, shape, device).unwrap()
+}
+
 /// Runs `f` on every device that is there.
 #[track_caller]
 pub fn each_device(f: impl Fn(Device)) {

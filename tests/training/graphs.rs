@@ -9,17 +9,7 @@ use claystone::optim::{
 };
 use claystone::{DType, Device, Generator, Graph, Result, Tensor, no_grad, with_generator};
 
-use crate::common::{devices, values, vec};
-
-fn opencl() -> impl Iterator<Item = Device> {
-    devices().into_iter().filter(|&device| device != Device::Cpu)
-}
-
-fn ramp(shape: &[usize], scale: f32, device: Device) -> Tensor {
-    let n: usize = shape.iter().product();
-    let values: Vec<f32> = (0..n).map(|i| ((i * 37 + 11) % 101) as f32 / 101.0 * scale - scale / 2.0).collect();
-    Tensor::from_slice(&values, shape, device).unwrap()
-}
+use crate::common::{opencl, scattered, values, vec};
 
 /// Two parameters, the second of which has a gradient in every step but those that are told not to.
 struct Pair<R> {
@@ -30,7 +20,7 @@ struct Pair<R> {
 
 impl<R: Rule> Pair<R> {
     fn new(rule: R, dtype: DType, device: Device) -> Pair<R> {
-        let of = |shape: &[usize], scale| ramp(shape, scale, device).to_dtype(dtype).unwrap();
+        let of = |shape: &[usize], scale| scattered(shape, scale, device).to_dtype(dtype).unwrap();
         let mut leaves = [of(&[6, 7], 2.0), of(&[9], 3.0)].map(|t| t.requires_grad_(true).unwrap());
         let optimizer = Fused::new(leaves.iter_mut().collect(), rule).unwrap();
         let gradients = [of(&[6, 7], 1.5), of(&[9], 0.7)];
@@ -192,7 +182,7 @@ fn draws(x: &Tensor) -> Result<Vec<Tensor>> {
 #[test]
 fn replays_draw_what_calls_would() {
     for device in opencl() {
-        let x = ramp(&[6, 7], 2.0, device);
+        let x = scattered(&[6, 7], 2.0, device);
         let (eager, captured) = (Generator::new(5), Generator::new(5));
         let (graph, results) =
             with_generator(&captured, || Graph::capture(device, || draws(&x.narrow(0, 0, 6)?))).unwrap();
@@ -234,14 +224,14 @@ fn generators_of_their_own_and_draws_from_outside() {
         let want = [of(&c).unwrap(), of(&d).unwrap(), of(&c).unwrap()];
         assert_eq!(drawn.each_ref().map(vec), want.each_ref().map(vec));
 
-        let leaf = ramp(&[50], 2.0, device).requires_grad_(true).unwrap();
+        let leaf = scattered(&[50], 2.0, device).requires_grad_(true).unwrap();
         let dropped = leaf.dropout(0.5).unwrap();
         let (graph, ()) = Graph::capture(device, || dropped.sum((), false)?.backward()).unwrap();
         graph.replay().unwrap();
         let kept = |t: &Tensor| vec(t).into_iter().map(|x| x != 0.0).collect::<Vec<_>>();
         assert_eq!(kept(&leaf.grad().unwrap()), kept(&dropped.detach()));
         // And the other way round: gradients, outside, of what the last replay drew.
-        let leaf = ramp(&[50], 2.0, device).requires_grad_(true).unwrap();
+        let leaf = scattered(&[50], 2.0, device).requires_grad_(true).unwrap();
         let (graph, dropped) = Graph::capture(device, || leaf.dropout(0.5)).unwrap();
         graph.replay().unwrap();
         graph.replay().unwrap();

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::gemm::is_processor;
-use crate::backend::opencl::geometry::{LOCAL, flag, free_group, vector_defines, vector_width};
+use crate::backend::opencl::geometry::{
+    LOCAL, declarable_local_memory, flag, free_group, vector_defines, vector_width,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
@@ -19,8 +21,6 @@ const TEMPLATE: &str = include_str!("../../../kernels/attention.cl");
 
 /// The widest heads: of wider ones a tile of a few rows fills the local memory.
 const WIDEST_HEAD: usize = 256;
-/// Local memory that a work-group takes, at most: some drivers have more, but let a kernel declare no more than this.
-const LOCAL_MEMORY: usize = 48 << 10;
 /// Keys that a group goes over at least where several share those of a tile of queries.
 const KEYS_OF_A_PART: usize = 256;
 
@@ -87,10 +87,10 @@ impl Tile {
         elements * a.q.dtype.compute().dtype().size()
     }
 
-    /// Those that this device has room for; tiles of which more than half would be empty are left out where there are smaller ones.
+    /// Those that this device has room for, without those of more than 8 rows of which more than half would be empty.
     fn fitting(device: &ClDevice, a: &FusedAttention, backward: bool) -> impl Iterator<Item = Tile> {
         let (info, [heads, queries, ..]) = (device.info(), a.sizes());
-        let (group, memory) = (info.max_work_group, info.local_memory.min(LOCAL_MEMORY));
+        let (group, memory) = (info.max_work_group, declarable_local_memory(device));
         let enough = (heads * queries).next_power_of_two().max(8);
         let fits = move |tile: &Tile| tile.group() <= group && tile.local_memory(a, backward) <= memory;
         TILES.into_iter().filter(fits).filter(move |tile| tile.own() <= enough)

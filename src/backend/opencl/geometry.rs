@@ -38,6 +38,11 @@ pub(crate) fn group_size(device: &ClDevice) -> usize {
     1 << most.ilog2()
 }
 
+/// Bytes of local memory that a kernel may declare: some drivers have more than 48 KiB, but let a kernel declare no more.
+pub(crate) fn declarable_local_memory(device: &ClDevice) -> usize {
+    device.info().local_memory.min(48 << 10)
+}
+
 /// Counts that fit in 31 bits are computed in 32: their divisions are several times faster.
 pub(crate) fn is_wide(counts: impl IntoIterator<Item = usize>) -> bool {
     counts.into_iter().any(|n| n >= 1 << 31)

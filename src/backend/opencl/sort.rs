@@ -1,7 +1,8 @@
 //! Sorting on OpenCL: `kernels/sort.cl`. Blocks first, then launches that each make one run of two; long lines by their bytes.
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, arguments, bits_type, flag, group_of, group_size, index_type, is_wide, launch_free, words,
+    LOCAL, STRIDED_DIMS, arguments, bits_type, declarable_local_memory, flag, group_of, group_size, index_type,
+    is_wide, launch_free, words,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::scan;
@@ -216,8 +217,7 @@ impl SortLaunches<'_> {
 /// Elements of the largest block that a group can sort by digits: what it has room for in local memory.
 fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
     let (group, key) = (group_size(device), if short(dtype) { 4 } else { 8 });
-    // Some drivers have more than 48 KiB, but let a kernel declare no more than this.
-    let room = device.info().local_memory.min(48 << 10);
+    let room = declarable_local_memory(device);
     let fits = |tile: &usize| (tile * (key + 2) + 36 * group) * 33 / 32 + 256 * key.max(8) + 128 <= room;
     std::iter::successors(Some(group * ITEMS), |tile| Some(tile / 2))
         .find(|tile| *tile <= TILE || fits(tile))

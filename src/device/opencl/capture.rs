@@ -94,7 +94,7 @@ impl Drop for Recorder {
 }
 
 impl Recording {
-    /// Leaves launches out, and puts others in the places of launches.
+    /// Leaves launches out, and replaces launches by others.
     pub(crate) fn replace(&mut self, left_out: &[usize], others: Vec<(usize, Command)>) {
         let mut commands: Vec<Option<Command>> = std::mem::take(&mut self.commands).into_iter().map(Some).collect();
         left_out.iter().for_each(|&at| commands[at] = None);
