@@ -10,8 +10,12 @@
 #define CAT(a, b) CAT_(a, b)
 
 // Between what work-groups of a launch write to global memory and what others of them read of it: OpenCL 1.2 has no such thing,
-// compilers that take NVIDIA's PTX do.
+// compilers that take NVIDIA's PTX do, and those of processors, with BUILTIN_FENCE.
+#ifdef BUILTIN_FENCE
+#define FENCE __sync_synchronize()
+#else
 #define FENCE asm volatile("fence.acq_rel.gpu;" ::: "memory")
+#endif
 
 // Tells the host at its next wait what is wrong: {code, low half of the index, high half, size of its dimension}.
 // The codes FAULT_... are the host's. The first fault stays.

@@ -7,7 +7,16 @@ use super::{again_with, devices};
 
 /// An OpenCL device that runs the kernels of GPUs, in a process of its own; none in the test's first one.
 pub fn gpus(test: &str) -> Vec<Device> {
-    match again_with(test, "CLAYSTONE_KERNELS", "gpu") {
+    gpus_with("gpu", test)
+}
+
+/// The same for kernels whose last work-group finds what the others have written; GPUs without a fence have others.
+pub fn fenced_gpus(test: &str) -> Vec<Device> {
+    gpus_with("gpu+fence", test)
+}
+
+fn gpus_with(kernels: &str, test: &str) -> Vec<Device> {
+    match again_with(test, "CLAYSTONE_KERNELS", kernels) {
         true => devices().into_iter().filter(|&d| d != Device::Cpu).take(1).collect(),
         false => Vec::new(),
     }

@@ -9,6 +9,7 @@ mod choice;
 mod depthwise;
 mod indices;
 mod kernels;
+mod products;
 mod rows;
 mod trials;
 mod tune;

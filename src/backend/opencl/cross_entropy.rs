@@ -71,7 +71,7 @@ impl Schedule {
         let rounds = rows.div_ceil(group / lanes);
         // As many rows for each group, of as many groups as the device holds.
         let groups = if alone { 1 } else { rounds.div_ceil(rounds.div_ceil(8 * units)) };
-        let last_group_sums = !each && groups > 1 && device.tensor_cores().local > 0;
+        let last_group_sums = !each && groups > 1 && device.has_fence();
         Schedule { width, lanes, group, kept, whole, groups, last_group_sums }
     }
 

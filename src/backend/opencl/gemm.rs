@@ -74,6 +74,7 @@ impl Variant {
     fn parts(self, plan: &GemmPlan, units: usize) -> Parts {
         match self {
             Variant::Mma(mma) => mma.parts(plan, units),
+            Variant::Thin(thin) => thin.parts,
             _ => Parts { count: 1, depth: plan.k },
         }
     }
@@ -155,7 +156,7 @@ fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> R
     let wide = wide(variant, &plan, outs);
     let (rows, cols) = variant.tile();
     let tiles = plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count();
-    let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), DType::F32));
+    let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), compute.dtype()));
 
     let program = Program::of(g.epilogue);
     let flags = plan.batch.len() as u64
@@ -256,8 +257,8 @@ fn choose(plan: GemmPlan, found: [Found; 2], compute: Compute, device: &ClDevice
     if is_processor(device) || !big {
         return vectors(plan, compute, device);
     }
-    if let Some(found) = thin(&plan, device) {
-        return found;
+    if let Some(thin) = thin(&plan, found, compute, device) {
+        return thin;
     }
     let (plan, flip) = along_rows(plan);
     let [a, b] = if flip { [found[1], found[0]] } else { found };
@@ -267,12 +268,12 @@ fn choose(plan: GemmPlan, found: [Found; 2], compute: Compute, device: &ClDevice
 }
 
 /// The kernel for few rows, or few columns the other way round.
-fn thin(plan: &GemmPlan, device: &ClDevice) -> Option<(GemmPlan, Variant, bool)> {
+fn thin(plan: &GemmPlan, [a, b]: [Found; 2], compute: Compute, device: &ClDevice) -> Option<(GemmPlan, Variant, bool)> {
     let info = device.info();
     let flip = plan.n < plan.m;
-    let plan = if flip { plan.clone().transposed() } else { plan.clone() };
+    let (plan, found) = if flip { (plan.clone().transposed(), [b, a]) } else { (plan.clone(), [a, b]) };
     let most = info.max_work_group.min(info.local_memory / Thin::LOCAL_EACH);
-    let thin = Thin::choose(&plan, info.compute_units.max(1), most)?;
+    let thin = Thin::choose(&plan, found, compute, (info.compute_units.max(1), most), || device.has_fence())?;
     Some((plan, Variant::Thin(thin), flip))
 }
 
@@ -401,7 +402,7 @@ fn source(
         numbers += 2;
     }
     if parts {
-        operands.push_str(", __global float* partial, volatile __global uint* arrived");
+        let _ = write!(operands, ", __global {acc}* partial, volatile __global uint* arrived");
         for (i, name) in ["PART_DEPTH", "PARTS", "FIRST_PARTIAL", "FIRST_ARRIVED"].iter().enumerate() {
             let _ = writeln!(defines, "#define {name} p.v[{}]", numbers + i);
         }

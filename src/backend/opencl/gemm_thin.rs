@@ -1,21 +1,28 @@
 //! Products with a matrix of few rows on GPUs: as fast as the other matrix is read.
 
-use crate::backend::problem::gemm::GemmPlan;
+use crate::Compute;
+use crate::backend::opencl::gemm_mma::{Found, Parts};
+use crate::backend::opencl::geometry::{WIDEST, bits_type};
+use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 
 /// What comes after the template of the other kernels.
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gemm_thin.cl");
 
 /// Most rows.
 const ROWS: usize = 4;
-/// Work-items of a group, at least and at most.
-const MIN_THREADS: usize = 256;
+/// Work-items of a group, at least and at most; more where groups cannot share columns.
+const MIN_THREADS: usize = 32;
+const THREADS: usize = 256;
 const MAX_THREADS: usize = 1024;
 /// Neighbours that read at once.
 const WARP: usize = 32;
-/// Elements of a column that a work-item is worth.
-const EACH: usize = 8;
-/// Work-items that occupy a compute unit.
+/// Loads on their way to a work-item: what one is worth.
+const AT_ONCE: usize = 8;
+/// Work-items that occupy a compute unit, and groups that keep its loads busy.
 const BUSY: usize = 2048;
+const GROUPS: usize = 4;
+/// Fewer parts gain less than adding them up takes.
+const FEWEST_PARTS: usize = 4;
 
 /// A kernel of the template; see there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,49 +31,123 @@ pub(crate) struct Thin {
     /// Along k, for each of the columns.
     lanes: usize,
     columns: usize,
+    reads: Reads,
+    /// How many groups share columns.
+    pub(crate) parts: Parts,
+}
+
+/// How the matrices are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Reads {
     /// Whether neighbours along k are neighbours in the right matrix.
     along_k: bool,
+    /// Elements of the right matrix that are loaded at once, and the bytes of one.
+    width: usize,
+    size: usize,
+    /// Whether as many are loaded of the left matrix.
+    both: bool,
+}
+
+impl Reads {
+    fn of(plan: &GemmPlan, a: Found, b: Found, compute: Compute) -> Reads {
+        let along_k = plan.b.row.abs() == 1 && (plan.b.col.abs() != 1 || plan.n == 1);
+        let each = Thin::LOCAL_EACH / compute.dtype().size();
+        let width = (WIDEST / b.dtype.size()).min(each);
+        let whole = |t: &GemmOperand, first: usize, line: isize, lines: usize| {
+            let steps = t.batch.iter().copied().chain((lines > 1).then_some(line)).map(isize::unsigned_abs);
+            steps.chain([first]).all(|step| step.is_multiple_of(width))
+        };
+        let (length, (step, line), lines) = match along_k {
+            true => (plan.k, (plan.b.row, plan.b.col), plan.n),
+            false => (plan.n, (plan.b.col, plan.b.row), plan.k),
+        };
+        let wide = step == 1 && length.is_multiple_of(width) && whole(&plan.b, b.first, line, lines);
+        let alike = along_k && wide && plan.a.col == 1 && a.dtype.size() == b.dtype.size();
+        let both = alike && whole(&plan.a, a.first, plan.a.row, plan.m);
+        Reads { along_k, width: if wide { width } else { 1 }, size: b.dtype.size(), both }
+    }
+
+    /// Elements along k, and columns, that a load is of.
+    fn load(&self) -> (usize, usize) {
+        if self.along_k { (self.width, 1) } else { (1, self.width) }
+    }
 }
 
 impl Thin {
     /// Bytes of local memory that a work-item takes at most.
-    pub(crate) const LOCAL_EACH: usize = ROWS * size_of::<f64>();
+    pub(crate) const LOCAL_EACH: usize = 32;
 
     /// The kernel for this problem on a device of so many compute units, and of so many work-items a group at most; none where
-    /// the left matrix has too many rows.
-    pub(crate) fn choose(plan: &GemmPlan, units: usize, most: usize) -> Option<Thin> {
+    /// the left matrix has too many rows. Whether groups may share columns is asked last, for the answer may take building a kernel.
+    pub(crate) fn choose(
+        plan: &GemmPlan,
+        [a, b]: [Found; 2],
+        compute: Compute,
+        (units, most): (usize, usize),
+        has_fence: impl FnOnce() -> bool,
+    ) -> Option<Thin> {
         if plan.m > ROWS {
             return None;
         }
-        let (columns, most) = (plan.n * plan.count(), most.min(MAX_THREADS));
-        let along_k = plan.b.row.abs() == 1 && plan.b.col.abs() != 1;
-        // A warp along the contiguous direction; then so many that the device has enough of them.
-        let (mut lanes, most) = if along_k { (plan.k.next_power_of_two().min(WARP), most) } else { (1, most / WARP) };
-        while 2 * lanes <= most && 2 * lanes * EACH <= plan.k && lanes * columns < units * BUSY {
+        let reads = Reads::of(plan, a, b, compute);
+        let thin = Thin::spread(plan, reads, units, most.min(THREADS));
+        let shared = Thin { parts: thin.shared(plan, units), ..thin };
+        Some(match shared.parts.count {
+            1 => thin,
+            _ if has_fence() => shared,
+            _ => Thin::spread(plan, reads, units, most.min(MAX_THREADS)),
+        })
+    }
+
+    /// A warp along the contiguous direction; then so many lanes that the device has enough of them.
+    fn spread(plan: &GemmPlan, reads: Reads, units: usize, most: usize) -> Thin {
+        let (along, across) = reads.load();
+        let (loads, columns) = (plan.k.div_ceil(along), plan.n.div_ceil(across));
+        let warp = if reads.along_k { loads } else { columns }.next_power_of_two().min(WARP);
+        let (mut lanes, most) = if reads.along_k { (warp, most) } else { (1, most / warp) };
+        while 2 * lanes <= most && 2 * lanes * AT_ONCE <= loads && lanes * columns * plan.count() < units * BUSY {
             lanes *= 2;
         }
-        let columns = (MIN_THREADS / lanes).max(if along_k { 1 } else { WARP });
-        Some(Thin { rows: plan.m, lanes, columns, along_k })
+        let columns = (THREADS / lanes).max(if reads.along_k { 1 } else { warp }).min(columns.next_power_of_two());
+        let lanes = lanes.max(MIN_THREADS / columns);
+        Thin { rows: plan.m, lanes, columns, reads, parts: Parts { count: 1, depth: plan.k } }
+    }
+
+    /// Parts of k, as many as give every compute unit enough groups: of whole rounds of loads, two at least.
+    fn shared(&self, plan: &GemmPlan, units: usize) -> Parts {
+        let tiles = plan.n.div_ceil(self.tile().1) * plan.count();
+        let round = self.lanes * self.reads.load().0 * AT_ONCE;
+        let wanted = if tiles <= Parts::TILES { GROUPS * units / tiles } else { 1 };
+        let depth = plan.k.div_ceil(wanted.max(1)).next_multiple_of(round).max(2 * round);
+        match plan.k.div_ceil(depth) {
+            count @ FEWEST_PARTS.. => Parts { count, depth },
+            _ => self.parts,
+        }
     }
 
     /// Rows and columns of the result that a work-group computes.
     pub(crate) fn tile(self) -> (usize, usize) {
-        (self.rows, self.columns)
+        (self.rows, self.columns * self.reads.load().1)
     }
 
     pub(crate) fn threads(self) -> usize {
         self.lanes * self.columns
     }
 
-    /// One number that tells it from every other.
+    /// One number that tells it from every other of the same dtypes.
     pub(crate) fn key(self) -> usize {
-        (self.rows << 24) | (self.lanes << 12) | (self.columns << 1) | self.along_k as usize
+        let Reads { along_k, width, both, .. } = self.reads;
+        let loads = width << 2 | usize::from(both) << 1 | usize::from(along_k);
+        (self.rows * 16 + self.lanes.ilog2() as usize) << 12 | (self.columns.ilog2() as usize) << 8 | loads
     }
 
     pub(crate) fn defines(self) -> String {
-        let Thin { rows, lanes, columns, along_k } = self;
+        let Thin { rows, lanes, columns, reads: Reads { along_k, width, size, both }, .. } = self;
+        let bits = bits_type(width * size);
+        let left = if both { format!("#define WIDE_A {bits}\n") } else { String::new() };
         format!(
-            "#define MR {rows}\n#define LANES {lanes}\n#define WIDTH {columns}\n#define B_ALONG_K {}\n",
+            "#define MR {rows}\n#define LANES {lanes}\n#define WIDTH {columns}\n#define VEC {width}\n\
+             #define WIDE_B {bits}\n#define B_ALONG_K {}\n{left}",
             along_k as u8
         )
     }
@@ -75,31 +156,44 @@ impl Thin {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Shape;
     use crate::tensor::Layout;
+    use crate::{DType, Shape};
+
+    fn chosen([m, n, k]: [usize; 3], transposed: bool, dtype: DType, fence: bool) -> Option<Thin> {
+        let (a, out) = (Layout::contiguous([m, k].into()), Layout::contiguous([m, n].into()));
+        let b = Layout::contiguous(Shape::from(if transposed { [n, k] } else { [k, n] }));
+        let b = if transposed { b.transpose(0, 1) } else { b };
+        let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
+        Thin::choose(&plan, [Found { dtype, first: 0 }; 2], dtype.compute(), (132, 1024), || fence)
+    }
 
     /// As many work-items as occupy the device, where the columns are long enough.
     #[test]
     fn the_work_is_shared_out() {
-        let chosen = |[m, n, k]: [usize; 3], transposed: bool| {
-            let (a, out) = (Layout::contiguous([m, k].into()), Layout::contiguous([m, n].into()));
-            let b = Layout::contiguous(Shape::from(if transposed { [n, k] } else { [k, n] }));
-            let b = if transposed { b.transpose(0, 1) } else { b };
-            Thin::choose(&GemmPlan::new(&a, &b, &out.shape, &[&out]), 132, 1024)
-        };
-        for sizes in [[1, 1, 1], [1, 10, 1 << 20], [4, 4096, 4096], [2, 1 << 20, 9], [3, 7, 0]] {
-            for transposed in [false, true] {
-                let thin = chosen(sizes, transposed).unwrap();
-                assert!(
-                    (MIN_THREADS..=MAX_THREADS).contains(&thin.threads()) && thin.threads().is_power_of_two(),
-                    "{thin:?}"
-                );
-                assert!(thin.threads() % 32 == 0 && thin.rows == sizes[0], "{thin:?}");
+        let sizes = [[1, 1, 1], [1, 10, 1 << 20], [4, 4096, 4096], [2, 1 << 20, 9], [3, 7, 0], [1, 8, 64], [1, 1, 999]];
+        for (sizes, transposed) in sizes.into_iter().flat_map(|sizes| [(sizes, false), (sizes, true)]) {
+            for (dtype, fence) in [DType::F32, DType::F16, DType::U8].map(|t| [(t, false), (t, true)]).concat() {
+                let thin = chosen(sizes, transposed, dtype, fence).unwrap();
+                let (threads, Parts { count, depth }) = (thin.threads(), thin.parts);
+                assert!((MIN_THREADS..=MAX_THREADS).contains(&threads) && threads.is_power_of_two(), "{thin:?}");
+                assert!(thin.rows == sizes[0], "{thin:?}");
+                // All of k, and no part empty; parts begin where loads may.
+                let (k, along) = (sizes[2], thin.reads.load().0);
+                assert!(count == 1 && depth == k || fence && (count - 1) * depth < k && k <= count * depth, "{thin:?}");
+                assert!(count == 1 || depth.is_multiple_of(along), "{thin:?}");
             }
         }
-        let lanes = |sizes, transposed| chosen(sizes, transposed).unwrap().lanes;
-        assert_eq!([lanes([1, 4096, 8192], false), lanes([1, 1 << 20, 9], false)], [32, 1]);
-        assert_eq!([lanes([1, 16_384, 4096], true), lanes([1, 10, 1 << 20], true)], [32, 1024]);
-        assert_eq!(chosen([5, 64, 64], false), None);
+        let spread = |sizes, transposed, dtype, fence| {
+            let thin = chosen(sizes, transposed, dtype, fence).unwrap();
+            (thin.lanes, thin.columns, thin.reads.width, thin.parts.count)
+        };
+        assert_eq!(spread([1, 4096, 8192], false, DType::F32, true), (8, 32, 4, 16));
+        assert_eq!(spread([1, 4096, 8192], false, DType::F16, true), (8, 32, 8, 32));
+        assert_eq!(spread([1, 4096, 8192], false, DType::F32, false), (32, 32, 4, 1));
+        assert_eq!(spread([1, 1 << 20, 9], false, DType::F32, true), (1, 256, 4, 1));
+        assert_eq!(spread([1, 16_384, 4096], true, DType::F32, true), (32, 8, 4, 1));
+        assert_eq!(spread([1, 10, 1 << 20], true, DType::F32, true), (256, 1, 4, 43));
+        assert_eq!(spread([1, 10, 1 << 20], true, DType::F32, false), (1024, 1, 4, 1));
+        assert_eq!(chosen([5, 64, 64], false, DType::F32, true), None);
     }
 }

@@ -158,7 +158,7 @@ impl Schedule {
     /// fence for it, and counters are enough. The compiler is asked last, for the answer takes building a kernel.
     fn meets(&self, device: &ClDevice) -> bool {
         let groups = self.global / self.local / self.slices;
-        device.info().kind != DeviceKind::Cpu && groups <= ARRIVALS && device.tensor_cores().local > 0
+        device.info().kind != DeviceKind::Cpu && groups <= ARRIVALS && device.has_fence()
     }
 }
 

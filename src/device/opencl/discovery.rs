@@ -4,7 +4,7 @@
 //! they depend on is known, so that they are the same in every process, and until then each use asks again. Devices that
 //! `CLAYSTONE_DEVICES` leaves out by naming places alone are not waited for. Discrete GPUs come first, then integrated ones, other accelerators and
 //! CPUs; of a kind the one with more compute units first, equals in the drivers' order. `CLAYSTONE_DEVICES` chooses and
-//! orders them itself. `CLAYSTONE_KERNELS=gpu` has processors run the kernels of GPUs, to test those where there is none.
+//! orders them itself. `CLAYSTONE_KERNELS=gpu` (or `gpu+fence`) has processors run those of GPUs, for tests.
 
 #[cfg(test)]
 mod tests;
@@ -396,8 +396,9 @@ fn standing(id: cl_device_id) -> Result<(DeviceKind, usize), Silent> {
     let kind = match number(cl::CL_DEVICE_TYPE)? {
         k if k & cl::CL_DEVICE_TYPE_GPU != 0 && has_unified_memory(id)? => DeviceKind::IntegratedGpu,
         k if k & cl::CL_DEVICE_TYPE_GPU != 0 => DeviceKind::DiscreteGpu,
-        // For testing the kernels of GPUs where there is none.
-        k if k & cl::CL_DEVICE_TYPE_CPU != 0 && std::env::var("CLAYSTONE_KERNELS").is_ok_and(|k| k == "gpu") => {
+        k if k & cl::CL_DEVICE_TYPE_CPU != 0
+            && std::env::var("CLAYSTONE_KERNELS").is_ok_and(|k| k.starts_with("gpu")) =>
+        {
             DeviceKind::Accelerator
         }
         k if k & cl::CL_DEVICE_TYPE_CPU != 0 => DeviceKind::Cpu,

@@ -38,6 +38,18 @@ impl ClDevice {
         self.tensor_cores.get(|| self.probe()).copied().unwrap_or_default()
     }
 
+    /// Whether kernels may use FENCE: then the work-group of a launch that comes last finds what the others have written. Where compilers
+    /// take PTX, and on processors that stand in for such a device in tests.
+    pub(crate) fn has_fence(&self) -> bool {
+        self.stands_in_with_fence() || self.tensor_cores().local > 0
+    }
+
+    /// Whether it is a processor that runs the kernels of such a device: with `CLAYSTONE_KERNELS=gpu+fence`.
+    pub(super) fn stands_in_with_fence(&self) -> bool {
+        let kernels = || std::env::var("CLAYSTONE_KERNELS").is_ok_and(|k| k == "gpu+fence");
+        self.info().kind == DeviceKind::Accelerator && kernels()
+    }
+
     /// The best level that works; `None` where a failure leaves that open.
     fn probe(&self) -> Option<TensorCores> {
         // Others are not given what they could not build.

@@ -186,6 +186,9 @@ impl ClDevice {
         if self.info().kind == DeviceKind::Cpu {
             options += "-DIS_CPU ";
         }
+        if self.stands_in_with_fence() {
+            options += "-DBUILTIN_FENCE ";
+        }
         options
     }
 

@@ -1,0 +1,123 @@
+//! Products with few rows or columns by the kernels of GPUs, whose work-groups may share columns: at sizes around the edges of vectors,
+//! lanes and parts, through offsets, strides and batches, beside sums in f64. Where no GPU is, OpenCL processors run them: each test
+//! starts itself again with `CLAYSTONE_KERNELS=gpu`, and where groups share columns with `gpu+fence`.
+
+use claystone::device::count_launches;
+use claystone::{DType, Device, Tensor};
+
+use crate::common::gpus::{assert_same, fenced_gpus, gpus, upload};
+use crate::common::values;
+
+/// Whole numbers from -3 to 3, so that sums of products are exact wherever they are not rounded to halves.
+fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
+    let least = if matches!(dtype, DType::U8) { 0.0 } else { -3.0 };
+    (0..n).map(|i| ((i * 7919 + i / 7 + seed) % 7) as f64 + least).collect()
+}
+
+fn stored(v: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::U8 => f64::from(v as i64 as u8),
+        _ => values(&upload(&[v], &[1], dtype, Device::Cpu))[0],
+    }
+}
+
+/// `batch` times [m, k] by [k, n] from element `at` on, where lines of the second are `pad` longer, and it is given transposed.
+fn check(device: Device, dtype: DType, [batch, m, n, k]: [usize; 4], transposed: bool, [at, pad]: [usize; 2]) {
+    let what = format!("{batch} of {m} x {k} x {n} of {dtype} at {at}, {pad} longer, transposed: {transposed}");
+    let (lines, length) = if transposed { (n, k) } else { (k, n) };
+    let (xs, ys) = (numbers(batch * m * k + at, 1, dtype), numbers(batch * lines * (length + pad) + at, 4, dtype));
+    let up = |v: &[f64], shape: &[usize]| {
+        let all = upload(v, &[v.len()], dtype, device);
+        all.narrow(0, at, v.len() - at).unwrap().reshape(shape).unwrap()
+    };
+    let a = up(&xs, &[batch, m, k]);
+    let b = up(&ys, &[batch, lines, length + pad]).narrow(2, 0, length).unwrap();
+    let b = if transposed { b.transpose(1, 2).unwrap() } else { b };
+    let mut want = Vec::with_capacity(batch * m * n);
+    for (z, i, j) in (0..batch * m * n).map(|e| (e / (m * n), e / n % m, e % n)) {
+        let at_b = |p: usize| at + (z * lines + if transposed { j } else { p }) * (length + pad);
+        let sum: f64 =
+            (0..k).map(|p| xs[at + (z * m + i) * k + p] * ys[at_b(p) + if transposed { p } else { j }]).sum();
+        want.push(stored(sum, dtype));
+    }
+    // The last with no elements to read.
+    let (y, launches) = count_launches(|| a.matmul(&b).unwrap());
+    assert_same(&values(&y), &want, 0.0, &what);
+    assert!(launches <= 1, "{launches} launches for {what}");
+    // The same product turned round: few columns.
+    let y = b.transpose(1, 2).unwrap().matmul(&a.transpose(1, 2).unwrap()).unwrap();
+    assert_same(&values(&y.transpose(1, 2).unwrap()), &want, 0.0, &format!("{what}, turned round"));
+}
+
+fn few_rows(device: Device) {
+    let sizes = [
+        [1, 1, 1, 1],
+        [1, 1, 5, 0],
+        [1, 2, 127, 9],
+        [1, 3, 128, 65],
+        [1, 4, 129, 63],
+        [1, 1, 256, 511],
+        [1, 1, 252, 512],
+        [1, 2, 260, 513],
+        [1, 1, 8, 4099],
+        [1, 4, 100, 1031],
+        [1, 1, 1, 20_011],
+        [1, 1, 3, 16_384],
+        [3, 1, 64, 2048],
+        [7, 2, 12, 40],
+    ];
+    for (size, transposed) in sizes.into_iter().flat_map(|size| [(size, false), (size, true)]) {
+        for offsets in [[0, 0], [1, 0], [8, 8], [0, 3]] {
+            check(device, DType::F32, size, transposed, offsets);
+        }
+    }
+    for dtype in [DType::F16, DType::BF16, DType::F64, DType::I64, DType::U8] {
+        for transposed in [false, true] {
+            check(device, dtype, [1, 1, 256, 1031], transposed, [0, 0]);
+            check(device, dtype, [1, 3, 72, 2056], transposed, [8, 16]);
+            check(device, dtype, [2, 2, 33, 700], transposed, [1, 0]);
+        }
+    }
+}
+
+#[test]
+fn few_rows_in_a_group_each() {
+    gpus("products::few_rows_in_a_group_each").into_iter().for_each(few_rows);
+}
+
+#[test]
+fn few_rows_shared_by_groups() {
+    for device in fenced_gpus("products::few_rows_shared_by_groups") {
+        few_rows(device);
+        // Again and again: the groups' counters begin at zero each time.
+        let (x, y) = (numbers(4096, 2, DType::F32), numbers(4096 * 128, 3, DType::F32));
+        let want: Vec<f64> = (0..128).map(|j| (0..4096).map(|p| x[p] * y[p * 128 + j]).sum()).collect();
+        let (x, y) = (upload(&x, &[1, 4096], DType::F32, device), upload(&y, &[4096, 128], DType::F32, device));
+        for _ in 0..50 {
+            assert_same(&values(&x.matmul(&y).unwrap()), &want, 0.0, "again");
+        }
+    }
+}
+
+/// NaN and infinities stay in their columns, whichever part of k they are in.
+#[test]
+fn what_is_not_finite_in_parts_of_few_rows() {
+    for device in fenced_gpus("products::what_is_not_finite_in_parts_of_few_rows") {
+        let (k, n) = (2048, 64);
+        let mut y = vec![1f64; k * n];
+        y[5 * n + 1] = f64::NAN;
+        y[2047 * n + 2] = f64::INFINITY;
+        (y[3], y[1500 * n + 3]) = (f64::INFINITY, f64::NEG_INFINITY);
+        let mut want = vec![k as f64; n];
+        (want[1], want[2], want[3]) = (f64::NAN, f64::INFINITY, f64::NAN);
+        for dtype in [DType::F32, DType::BF16] {
+            let (x, b) = (
+                Tensor::full([1, k], 1.0, device).unwrap().to_dtype(dtype).unwrap(),
+                upload(&y, &[k, n], dtype, device),
+            );
+            assert_same(&values(&x.matmul(&b).unwrap()), &want, 0.0, "across k");
+            let turned = b.t().unwrap().contiguous().unwrap();
+            assert_same(&values(&x.matmul(&turned.t().unwrap()).unwrap()), &want, 0.0, "along k");
+        }
+    }
+}
