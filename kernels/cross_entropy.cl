@@ -1,7 +1,9 @@
 // Cross-entropy of labels on GPUs, the loss and the gradient in one launch. The host gives: A (dtype), B (the losses'), T (the
 // labels'), ACC and ACC_NAME, IDX, WITH_GRAD where the gradient is wanted, GROUP, and what is compiled in of softmax.cl's way to keep
 // rows in registers: LANES work-items share a row, of which each keeps CACHED groups of VEC neighbours (loaded as WIDE_T where VEC is
-// above 1); WHOLE where that is all of it. With LAST_GROUP_SUMS the work-group that comes last combines the losses of all.
+// above 1); WHOLE where that is all of it. With LAST_GROUP_SUMS the work-group that comes last combines the losses of all. Few long rows
+// are cut in `slices` of `chunk` elements: of each a group with SLICES leaves its largest and its sum, which the lanes of a row take up
+// with COMBINES; with GRADIENTS a group writes the gradient of a slice.
 
 #define COUNT_HERE 0
 #define COUNT_ONE 1
@@ -60,6 +62,33 @@ static inline ACC sum_exp_of(const ACC *v, ACC m) {
     return s;
 }
 
+// What a lane has seen from element i on is a sum of exp(x - base), of which the base moves with the largest x.
+static inline void see(In x, ulong at, IDX i, IDX stop, long stride, ACC *m, ACC *base, ACC *s) {
+    ACC v[KEPT];
+    for (; i < stop; i += BLOCK) {
+        fetch(v, x, at, i, stop, stride);
+        const ACC above = fmax(*m, largest_of(v)), next = isinf(above) ? 0 : above;
+        *s = (*s == 0 ? 0 : *s * exp(*base - next)) + sum_exp_of(v, next);
+        *m = above;
+        *base = next;
+    }
+}
+
+// The largest of all lanes of a row, `most`, and their sum of exp(x - m), s.
+#define COMBINE(most)                                                                                                  \
+    FOLD(fmax, m);                                                                                                     \
+    const ACC most = m;                                                                                                \
+    if (most == INFINITY)                                                                                              \
+        s = NAN; /* as inf - inf */                                                                                    \
+    m = isinf(most) ? 0 : most;                                                                                        \
+    s = s == 0 ? 0 : s * exp(base - m);                                                                                \
+    FOLD(PLUS, s)
+
+// What a lane takes up of the slices of row r.
+#define TAKE_SLICE(r, there)                                                                                           \
+    const Two own = there ? of_slices[of_slices_at + (ulong)(r) * slices + lane] : (Two)(-INFINITY, 0);                \
+    ACC m = own.x, s = own.y, base = isinf(m) ? 0 : m
+
 // The gradient of these: nothing where `scale` is 0.
 static inline void keep(ACC *v, Out grad, ulong at, IDX i, IDX stop, ACC lse, IDX target, ACC scale) {
     #pragma unroll
@@ -86,15 +115,57 @@ static inline void keep(ACC *v, Out grad, ulong at, IDX i, IDX stop, ACC lse, ID
 #else
 #define LAST_GROUP_PARAMETERS
 #endif
+#if defined(SLICES) || defined(COMBINES) || defined(GRADIENTS)
+#define SLICE_PARAMETERS , __global Two *of_slices, ulong of_slices_at, uint slices, ulong chunk
+#else
+#define SLICE_PARAMETERS
+#endif
+#define PARAMETERS                                                                                                     \
+    In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long label_stride, Out grad, ulong grad_at,    \
+        __global CAT(B, _t) *loss, ulong loss_at, __global const long *counted, ulong counted_at,                      \
+        volatile __global int *word, ulong rows_, ulong n_, long row_stride, long stride, long ignore, uint counting,  \
+        uint sums SLICE_PARAMETERS LAST_GROUP_PARAMETERS
+
+#if defined(SLICES) || defined(GRADIENTS)
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void row(PARAMETERS) {
+    const IDX rows = (IDX)rows_, n = (IDX)n_, r = (IDX)get_group_id(0) / slices;
+    const IDX first = (IDX)get_group_id(0) % slices * (IDX)chunk, stop = min(first + (IDX)chunk, n);
+    const uint lid = get_local_id(0), lanes = GROUP, lane = lid, step = 1;
+    const ulong at = x_at + (long)r * row_stride;
+    __local ACC scratch[GROUP];
+#ifdef SLICES
+    ACC m = -INFINITY, s = 0, base = 0;
+    see(x, at, first + lane * VEC, stop, stride, &m, &base, &s);
+    COMBINE(most);
+    if (lid == 0)
+        of_slices[of_slices_at + get_group_id(0)] = (Two)(most, s);
+#else
+    ACC count = counting == COUNT_ONE ? 1 : 0;
+    if (counting != COUNT_ONE) {
+        for (IDX q = lid; q < rows; q += GROUP)
+            count += LABEL(q) != ignore;
+        FOLD(PLUS, count);
+    }
+    const long target = LABEL(r);
+    const bool valid = target != ignore && target >= 0 && target < (long)n;
+    TAKE_SLICE(r, lane < slices);
+    COMBINE(most);
+    const ACC lse = m + log(s), scale = valid ? 1 / count : 0;
+    ACC v[KEPT];
+    for (IDX i = first + lane * VEC; i < stop; i += BLOCK) {
+        fetch(v, x, at, i, stop, stride);
+        keep(v, grad, grad_at + (ulong)r * n, i, stop, lse, (IDX)target, scale);
+    }
+#endif
+}
+#else
 
 // loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 where the label is `ignore`.
 // The count of labels that are not ignored: 1 with COUNT_ONE (no mean is wanted), counted[0] with COUNT_GIVEN; every group counts
 // all with COUNT_HERE, its own with COUNT_ALONG, which is enough where one group has the sum. With `sums`, group g writes the sum of its
 // losses divided by the count to loss[g]; otherwise every row writes its own.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void
-row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long label_stride, Out grad, ulong grad_at,
-    __global CAT(B, _t) *loss, ulong loss_at, __global const long *counted, ulong counted_at, volatile __global int *word,
-    ulong rows_, ulong n_, long row_stride, long stride, long ignore, uint counting, uint sums LAST_GROUP_PARAMETERS) {
+row(PARAMETERS) {
     const IDX rows = (IDX)rows_, n = (IDX)n_;
     const uint lid = get_local_id(0), lanes = LANES, lane = lid % LANES, step = 1;
     const IDX group = (IDX)get_group_id(0), by = (IDX)get_num_groups(0) * (GROUP / LANES);
@@ -119,29 +190,24 @@ row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long lab
         const long target = inside ? LABEL(r) : ignore;
         const bool counts = target != ignore, valid = counts && target >= 0 && target < (long)n;
         const ACC chosen = valid ? LOAD(x, at + target * stride) : 0;
-        ACC v[KEPT], m = -INFINITY, s = 0;
+#if defined(COMBINES)
+        TAKE_SLICE(r, inside && lane < slices);
+        COMBINE(most);
+#else
+        ACC m = -INFINITY, s = 0;
 #ifdef WHOLE
+        ACC v[KEPT];
         fetch(v, x, at, lane * VEC, stop, stride);
         m = largest_of(v);
         FOLD(fmax, m);
         s = sum_exp_of(v, m);
-#else
-        // What a lane has seen so far is a sum of exp(x - base), of which the base moves with the largest x.
-        ACC base = 0;
-        for (IDX i = lane * VEC; i < stop; i += BLOCK) {
-            fetch(v, x, at, i, stop, stride);
-            const ACC above = fmax(m, largest_of(v)), next = isinf(above) ? 0 : above;
-            s = (s == 0 ? 0 : s * exp(base - next)) + sum_exp_of(v, next);
-            m = above;
-            base = next;
-        }
-        FOLD(fmax, m);
-        if (m == INFINITY)
-            s = NAN; // as inf - inf
-        m = isinf(m) ? 0 : m;
-        s = s == 0 ? 0 : s * exp(base - m);
-#endif
         FOLD(PLUS, s);
+#else
+        ACC base = 0;
+        see(x, at, lane * VEC, stop, stride, &m, &base, &s);
+        COMBINE(most);
+#endif
+#endif
         const ACC lse = m + log(s);
         ACC l = 0;
         if (counts) {
@@ -165,6 +231,7 @@ row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long lab
 #ifdef WHOLE
         keep(v, grad, grad_at + (ulong)r * n, lane * VEC, stop, lse, (IDX)target, scale);
 #else
+        ACC v[KEPT];
         for (IDX i = lane * VEC; i < stop; i += BLOCK) {
             fetch(v, x, at, i, stop, stride);
             keep(v, grad, grad_at + (ulong)r * n, i, stop, lse, (IDX)target, scale);
@@ -185,12 +252,12 @@ row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long lab
         FENCE;
         others = atomic_inc(arrived + first_arrived);
         FENCE;
+        if (others == get_num_groups(0) - 1)
+            arrived[first_arrived] = 0;
     }
     barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);
     if (others != get_num_groups(0) - 1)
         return;
-    if (lid == 0)
-        arrived[first_arrived] = 0;
     Two all = 0;
     for (uint g = lid; g < get_num_groups(0); g += GROUP)
         all += parts[parts_at + g];
@@ -207,3 +274,4 @@ row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long lab
         STORE_LOSS(loss, loss_at + group, total / count);
 #endif
 }
+#endif

@@ -3,9 +3,9 @@
 //! itself again with `CLAYSTONE_KERNELS=gpu`. The same is asked of processors' own kernels.
 
 use claystone::device;
-use claystone::{BatchNormOptions, CrossEntropy, DType, Error, LossReduction, Tensor};
+use claystone::{BatchNormOptions, CrossEntropy, DType, Device, Error, LossReduction, Tensor};
 
-use crate::common::gpus::{assert_same, cases, everywhere, gpus, upload};
+use crate::common::gpus::{assert_same, cases, everywhere, fenced_gpus, gpus, upload};
 use crate::common::values;
 
 /// Mean and variance (not unbiased) of some numbers.
@@ -194,6 +194,38 @@ fn variances_in_one_go() {
     }
 }
 
+/// Mean, sum and each of the losses of rows from element `at` on, and the gradient, where every fifth label is ignored.
+fn check_cross_entropy(device: Device, dtype: DType, [rows, n]: [usize; 2], at: usize) {
+    let what = format!("{rows} x {n} of {dtype} at {at}");
+    let (xs, _) = drawn(rows * n + at, -2.0);
+    let x = upload(&xs, &[xs.len()], dtype, device).narrow(0, at, rows * n).unwrap();
+    let x = x.reshape([rows, n]).unwrap().requires_grad_(true).unwrap();
+    let labels: Vec<i64> = (0..rows).map(|r| if r % 5 == 3 { -100 } else { (r * 31 % n) as i64 }).collect();
+    let kept = labels.iter().filter(|l| **l >= 0).count() as f64;
+    let (mut losses, mut grads) = (vec![], vec![]);
+    for (x, &label) in xs[at..].chunks(n).zip(&labels) {
+        let most = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let lse = most + x.iter().map(|x| (x - most).exp()).sum::<f64>().ln();
+        let on = f64::from(label >= 0);
+        losses.push(if label >= 0 { lse - x[label as usize] } else { 0.0 });
+        let p = |(i, x): (usize, &f64)| ((x - lse).exp() - f64::from(i as i64 == label)) * on / kept;
+        grads.extend(x.iter().enumerate().map(p));
+    }
+    let labels = Tensor::from_slice(&labels, rows, device).unwrap();
+    let eps = tolerance(dtype);
+    let mean = [losses.iter().sum::<f64>() / kept];
+    assert_same(&values(&x.detach().cross_entropy(&labels).unwrap()), &mean, eps, &what);
+    let one = |reduction| CrossEntropy { reduction, ..CrossEntropy::default() };
+    let each = x.detach().cross_entropy_with(&labels, one(LossReduction::None)).unwrap();
+    assert_same(&values(&each), &losses, eps, &what);
+    let sum = x.detach().cross_entropy_with(&labels, one(LossReduction::Sum)).unwrap();
+    assert_same(&values(&sum), &[mean[0] * kept], eps, &what);
+    let loss = x.cross_entropy(&labels).unwrap();
+    assert_same(&values(&loss.detach()), &mean, eps, &what);
+    loss.backward().unwrap();
+    assert_same(&values(&x.grad().unwrap()), &grads, eps, &what);
+}
+
 #[test]
 fn cross_entropy_of_labels_in_one_group_and_many() {
     for device in everywhere("rows::cross_entropy_of_labels_in_one_group_and_many") {
@@ -202,35 +234,7 @@ fn cross_entropy_of_labels_in_one_group_and_many() {
                 [[1, 1], [64, 10], [7, 33], [300, 10], [1000, 12], [9, 1000], [5, 4096], [3, 8195], [2, 40_000]];
             for [rows, n] in cases(&shapes, 3, device) {
                 for at in [0, 1] {
-                    let what = format!("{rows} x {n} of {dtype} at {at}");
-                    let (xs, _) = drawn(rows * n + at, -2.0);
-                    let x = upload(&xs, &[xs.len()], dtype, device).narrow(0, at, rows * n).unwrap();
-                    let x = x.reshape([rows, n]).unwrap().requires_grad_(true).unwrap();
-                    let labels: Vec<i64> =
-                        (0..rows).map(|r| if r % 5 == 3 { -100 } else { (r * 31 % n) as i64 }).collect();
-                    let kept = labels.iter().filter(|l| **l >= 0).count() as f64;
-                    let (mut losses, mut grads) = (vec![], vec![]);
-                    for (x, &label) in xs[at..].chunks(n).zip(&labels) {
-                        let most = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                        let lse = most + x.iter().map(|x| (x - most).exp()).sum::<f64>().ln();
-                        let on = f64::from(label >= 0);
-                        losses.push(if label >= 0 { lse - x[label as usize] } else { 0.0 });
-                        let p = |(i, x): (usize, &f64)| ((x - lse).exp() - f64::from(i as i64 == label)) * on / kept;
-                        grads.extend(x.iter().enumerate().map(p));
-                    }
-                    let labels = Tensor::from_slice(&labels, rows, device).unwrap();
-                    let eps = tolerance(dtype);
-                    let mean = [losses.iter().sum::<f64>() / kept];
-                    assert_same(&values(&x.detach().cross_entropy(&labels).unwrap()), &mean, eps, &what);
-                    let one = |reduction| CrossEntropy { reduction, ..CrossEntropy::default() };
-                    let each = x.detach().cross_entropy_with(&labels, one(LossReduction::None)).unwrap();
-                    assert_same(&values(&each), &losses, eps, &what);
-                    let sum = x.detach().cross_entropy_with(&labels, one(LossReduction::Sum)).unwrap();
-                    assert_same(&values(&sum), &[mean[0] * kept], eps, &what);
-                    let loss = x.cross_entropy(&labels).unwrap();
-                    assert_same(&values(&loss.detach()), &mean, eps, &what);
-                    loss.backward().unwrap();
-                    assert_same(&values(&x.grad().unwrap()), &grads, eps, &what);
+                    check_cross_entropy(device, dtype, [rows, n], at);
                 }
             }
         }
@@ -251,4 +255,53 @@ fn cross_entropy_of_labels_in_one_group_and_many() {
             assert!(matches!(told, Err(Error::IndexOutOfRange { index, size, .. }) if index == n as i64 && size == n));
         }
     }
+}
+
+/// A row in slices, which groups of their own see: one element more than a row that is kept, at the edges of slices, and more elements
+/// than slices of one block.
+fn cross_entropy_in_slices(device: Device) {
+    // What a group is enough for is not cut.
+    let (lengths, uncut) = ([8192, 8193, 12_288, 40_003, 1_048_579], 8192);
+    for (i, n) in lengths.into_iter().enumerate() {
+        let long = n > 100_000;
+        for at in if long { 0..1 } else { 0..2 } {
+            check_cross_entropy(device, DType::F32, [if long { 1 } else { 3 }, n], at);
+        }
+        let x = Tensor::zeros(&[3, n], device).unwrap();
+        let labels = Tensor::from_slice(&[0i64, n as i64 - 1, i as i64], 3, device).unwrap();
+        let (loss, launches) = device::count_launches(|| x.cross_entropy(&labels).unwrap());
+        assert_same(&values(&loss), &[(n as f64).ln()], 1e-5, "of equals");
+        // Where groups cannot tell which is last, one more may add up what they leave.
+        assert!(if n == uncut { launches <= 2 } else { (2..=3).contains(&launches) }, "{launches} launches for {n}");
+    }
+    check_cross_entropy(device, DType::F16, [2, 50_257], 1);
+    check_cross_entropy(device, DType::F64, [1, 33_000], 0);
+    // What is not finite, in the first, a middle and the last slice.
+    let n = 30_000;
+    for at in [0, 15_000, n - 1] {
+        let mut x = vec![f32::NEG_INFINITY; 3 * n];
+        x[at] = 2.0;
+        x[n..2 * n].fill(0.5);
+        x[n + at] = f32::NAN;
+        x[2 * n + at] = f32::INFINITY;
+        let x = Tensor::from_slice(&x, [3, n], device).unwrap();
+        let labels = Tensor::from_slice(&[at as i64, 7, 9], 3, device).unwrap();
+        let options = CrossEntropy { reduction: LossReduction::None, ..CrossEntropy::default() };
+        let losses = values(&x.cross_entropy_with(&labels, options).unwrap());
+        assert!(losses[0] == 0.0 && losses[1..].iter().all(|l| l.is_nan()), "{losses:?} with {at}");
+    }
+    let beyond = Tensor::from_slice(&[n as i64, 0], 2, device).unwrap();
+    let x = Tensor::zeros(&[2, n], device).unwrap().requires_grad_(true).unwrap();
+    let told = x.cross_entropy(&beyond).and_then(|loss| loss.item::<f32>());
+    assert!(matches!(told, Err(Error::IndexOutOfRange { index, size, .. }) if index == n as i64 && size == n));
+}
+
+#[test]
+fn cross_entropy_of_few_long_rows() {
+    gpus("rows::cross_entropy_of_few_long_rows").into_iter().for_each(cross_entropy_in_slices);
+}
+
+#[test]
+fn cross_entropy_of_few_long_rows_by_the_last_group() {
+    fenced_gpus("rows::cross_entropy_of_few_long_rows_by_the_last_group").into_iter().for_each(cross_entropy_in_slices);
 }

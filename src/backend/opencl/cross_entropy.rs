@@ -12,7 +12,7 @@ use crate::backend::problem::cross_entropy::{LabelEntropy, LossReduction};
 use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
-use crate::{DType, Result, Tensor};
+use crate::{DType, Error, Result, Tensor};
 
 const GPU_TEMPLATE: &str = include_str!("../../../kernels/cross_entropy.cl");
 
@@ -45,6 +45,18 @@ struct Schedule {
     groups: usize,
     /// Whether the last group has the sum of all.
     last_group_sums: bool,
+    /// Slices of a row, of `chunk` elements each, which groups of their own see; none where a row is one group's.
+    slices: usize,
+    chunk: usize,
+}
+
+/// What a launch does where rows are cut in slices; see `kernels/cross_entropy.cl`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Whole,
+    Slices,
+    Gradients,
+    Combines,
 }
 
 impl Schedule {
@@ -53,7 +65,18 @@ impl Schedule {
         let units = device.info().compute_units.max(1);
         if device.info().kind == DeviceKind::Cpu {
             let groups = if rows * n <= 1 << 13 { 1 } else { rows.min(4 * units) };
-            return Schedule { width: 1, lanes: 1, group: 1, kept: 0, whole: true, groups, last_group_sums: false };
+            let (slices, chunk, last_group_sums) = (0, 0, false);
+            return Schedule {
+                width: 1,
+                lanes: 1,
+                group: 1,
+                kept: 0,
+                whole: true,
+                groups,
+                last_group_sums,
+                slices,
+                chunk,
+            };
         }
         let group = group_size(device);
         let starts = [x.layout.offset as isize, if rows > 1 { x.strides()[0] } else { 0 }, n as isize];
@@ -68,17 +91,38 @@ impl Schedule {
         let size = x.dtype.compute().dtype().size() / 4;
         let whole = kept * width * size <= 32;
         let (lanes, kept) = if whole { (lanes, kept) } else { (group, (16 / width / size).max(1)) };
-        let rounds = rows.div_ceil(group / lanes);
+        // As many slices as keep the device busy, of whole blocks; the lanes of a group combine them.
+        let block = lanes * kept * width;
+        let chunk = block * (n * rows / (block * 4 * units)).max(n.div_ceil(block * group)).max(1);
+        let slices = if whole || rows >= 2 * units || n <= chunk { 0 } else { n.div_ceil(chunk) };
+        let sharing = if slices > 0 { slices.next_power_of_two() } else { lanes };
+        let rounds = rows.div_ceil(group / sharing);
         // As many rows for each group, of as many groups as the device holds.
         let groups = if alone { 1 } else { rounds.div_ceil(rounds.div_ceil(8 * units)) };
         let last_group_sums = !each && groups > 1 && device.has_fence();
-        Schedule { width, lanes, group, kept, whole, groups, last_group_sums }
+        Schedule { width, lanes, group, kept, whole, groups, last_group_sums, slices, chunk }
     }
 
-    fn defines(&self, dtype: DType) -> String {
-        let Schedule { lanes, kept, .. } = self;
+    /// Work-items that share a row in a launch.
+    fn sharing(&self, stage: Stage) -> usize {
+        if stage == Stage::Combines { self.slices.next_power_of_two() } else { self.lanes }
+    }
+
+    /// Whether the last group of this launch has the sum of all.
+    fn sums(&self, stage: Stage) -> bool {
+        self.last_group_sums && matches!(stage, Stage::Whole | Stage::Combines)
+    }
+
+    fn defines(&self, dtype: DType, stage: Stage) -> String {
+        let (lanes, kept) = (self.sharing(stage), self.kept);
         let spread = format!("#define LANES {lanes}\n#define CACHED {kept}\n") + &vector_defines(dtype, self.width);
-        spread + &flag(self.whole, "WHOLE") + &flag(self.last_group_sums, "LAST_GROUP_SUMS")
+        let name = match stage {
+            Stage::Whole => "",
+            Stage::Slices => "#define SLICES\n",
+            Stage::Gradients => "#define GRADIENTS\n",
+            Stage::Combines => "#define COMBINES\n",
+        };
+        spread + name + &flag(self.whole, "WHOLE") + &flag(self.sums(stage), "LAST_GROUP_SUMS")
     }
 }
 
@@ -106,21 +150,30 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         Count::Given => Some(count()?),
         _ => None,
     };
-    let prepare = || {
+    let acc = x.dtype.compute().dtype();
+    // Two numbers of each slice, then of each group.
+    let of_slices = 2 * rows * schedule.slices;
+    let launch = |stage: Stage| {
+        let lanes = schedule.sharing(stage);
+        let groups = match stage {
+            Stage::Whole | Stage::Combines => groups,
+            Stage::Slices | Stage::Gradients => rows * schedule.slices,
+        };
         let block = schedule.lanes * schedule.kept * schedule.width;
         let wide = is_wide([rows + schedule.group * groups, n + block]);
-        let bits = [grad.is_some(), wide, schedule.whole, schedule.last_group_sums]
+        let with_grad = grad.is_some() && stage == Stage::Whole;
+        let bits = [with_grad, wide, schedule.whole, schedule.sums(stage)]
             .iter()
-            .fold(0, |bits, &on| bits << 1 | u64::from(on));
-        let spread = (schedule.group << 40 | schedule.lanes << 24 | schedule.kept << 8 | schedule.width) as u64;
+            .fold(stage as u64, |bits, &on| bits << 1 | u64::from(on));
+        let spread = (schedule.group << 40 | lanes << 24 | schedule.kept << 8 | schedule.width) as u64;
         let params = [x.dtype as u64, labels.dtype as u64, loss.dtype as u64, bits, spread];
         let kernel = kernel(device, KernelKey::new("cross_entropy", &params), "row", || {
-            let gradient = if grad.is_some() { "#define WITH_GRAD\n" } else { "" };
+            let gradient = if with_grad { "#define WITH_GRAD\n" } else { "" };
             let (b, t) = (loss.dtype, labels.dtype);
             let common = defines(x, 1, wide, schedule.group) + &format!("#define B {b}\n#define T {t}\n{gradient}");
             match cpu {
                 true => format!("{common}#define CROSS_ENTROPY\n{STRIDED_DIMS}{TEMPLATE}"),
-                false => common + &schedule.defines(x.dtype) + STRIDED_DIMS + GPU_TEMPLATE,
+                false => common + &schedule.defines(x.dtype, stage) + STRIDED_DIMS + GPU_TEMPLATE,
             }
         })?;
         let mut launch = KernelLaunch::new(kernel, groups * schedule.group, schedule.group);
@@ -132,14 +185,26 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         launch.args([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
         launch.args([Arg::I64(options.ignore_index)]);
         launch.args([counting as u32, u32::from(!each)].map(Arg::U32));
-        if !schedule.last_group_sums {
-            return Ok(LaunchPlan::one(device, launch));
+        if stage != Stage::Whole {
+            launch.tensor_from(5, 0, 2);
+            launch.args([Arg::U32(schedule.slices as u32), Arg::U64(schedule.chunk as u64)]);
         }
-        // Two numbers of each group.
-        launch.tensor_from(5, 0, 2);
-        launch.arrivals();
-        launch.first_arrival();
-        Ok(LaunchPlan::new(device, Some((2 * groups, x.dtype.compute().dtype())), [launch]))
+        if schedule.sums(stage) {
+            launch.tensor_from(5, of_slices as isize, 2);
+            launch.arrivals();
+            launch.first_arrival();
+        }
+        Ok::<_, Error>(launch)
+    };
+    let prepare = || {
+        let stages: &[Stage] = match (schedule.slices, grad) {
+            (0, _) => &[Stage::Whole],
+            (_, None) => &[Stage::Slices, Stage::Combines],
+            (_, Some(_)) => &[Stage::Slices, Stage::Gradients, Stage::Combines],
+        };
+        let launches = stages.iter().map(|&stage| launch(stage)).collect::<Result<Vec<_>>>()?;
+        let scratch = of_slices + if schedule.last_group_sums { 2 * groups } else { 0 };
+        Ok(LaunchPlan::new(device, (scratch > 0).then_some((scratch, acc)), launches))
     };
     let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
     // What the kernel does not touch still has to be some buffer.
