@@ -5,9 +5,9 @@
 //   COMBINE   the result from these parts
 //   QUERIES   the gradient of queries, and delta: the sum of each row of `grad * out`
 //   KEYS      the gradients of keys and values: the tile is of keys, and the group goes over tiles of queries
-// and TX, TY, MI, NI: TX x TY work-items have MI x NI scores each, a tile has OWN rows and goes over tiles of OTHER. DK and DV are the
-// widths of keys and values, padded to multiples of 4 TX; VEC neighbours are loaded at once (as WIDE_T where it is above 1). MASK is
-// 0 without a mask, 1 where it is bool and 2 where it is added (dtype Z); DROPOUT where weights are dropped.
+// MASK is 0 without a mask, 1 where it is bool and 2 where it is added (dtype Z); DROPOUT where weights are dropped. DK and DV are the
+// widths of keys and values, padded as the tiles need it. This file has what all devices share; after it comes attention_tiles.cl, or
+// attention_mma.cl where tensor cores multiply (MMA). There a tile has OWN rows, and a group goes over tiles of OTHER.
 //
 // Queries of all heads that share a head of keys are the rows of one matrix: row r is query r % queries of head r / queries. So
 // decoding one query reads keys once for the group, and gradients of keys are sums over the group without another pass.
@@ -16,7 +16,6 @@
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
 typedef __global ACC *Rows;
-typedef CAT(ACC, 4) FOUR;
 #if MASK
 typedef __global const CAT(Z, _t) *Mask;
 #else
@@ -32,19 +31,10 @@ typedef struct {
     ulong batches, heads, queries, keys, width, value_width, causal, parts;
 } Sizes;
 
-#define GROUP (TX * TY)
-#define OWN (TY * MI)
-#define OTHER (TX * NI)
-#define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
-// Rows in local memory lie 4 apart from multiples of all banks.
-#define PITCH_K (DK + 4)
-#define PITCH_V (DV + 4)
-#define PITCH_W (OTHER + 4)
-#define PITCH_MOST (DK > DV ? PITCH_K : PITCH_V)
-#define FOURS_K (DK / 4 / TX)
-#define FOURS_V (DV / 4 / TX)
+// PoCL 3.1 gives NaN where a kernel calls a function that works on local and private arrays twice, and it is not inlined.
+#define INLINE static inline __attribute__((always_inline))
 
-static inline long batch_at(const Sizes *n, const Strides *s, ulong b) {
+INLINE long batch_at(const Sizes *n, const Strides *s, ulong b) {
     long at = 0;
     for (int d = NB - 1; d > 0; --d) {
         at += (long)(b % n->batch[d]) * s->batch[d];
@@ -55,94 +45,11 @@ static inline long batch_at(const Sizes *n, const Strides *s, ulong b) {
 
 // Keys and values have one head.
 #define ONE_HEAD 0xffffffffu
-static inline long row_at(const Strides *s, uint r, uint length) {
+INLINE long row_at(const Strides *s, uint r, uint length) {
     return (long)(r / length) * s->head + (long)(r % length) * s->row;
 }
 
-// PoCL 3.1 gives NaN where a kernel calls a function that works on local and private arrays twice, and it is not inlined.
-#define INLINE static inline __attribute__((always_inline))
-
-#ifndef COMBINE
-// Copies `count` rows from row `first` on, of `rows` in all, each `width` elements, to local memory, with zeros beyond the edges.
-INLINE void stage(__local ACC *to, const int pitch, const int count, In x, ulong at, const Strides *s, uint first, uint rows,
-                         uint length, uint width, uint t) {
-    const uint chunks = (pitch - 4) / VEC;
-    for (uint e = t; e < count * chunks; e += GROUP) {
-        const uint r = e / chunks, c = e % chunks * VEC;
-        const bool inside = first + r < rows && c < width;
-        const ulong from = inside ? at + row_at(s, first + r, length) + (long)c * s->column : 0;
-#if VEC > 1
-        CAT(A, _t) raw[VEC];
-        CAT(vstore, VEC)(inside ? *(__global const WIDE_T *)(x + from) : (WIDE_T)(0), 0, raw);
-        #pragma unroll
-        for (int v = 0; v < VEC; ++v)
-            to[r * pitch + c + v] = CAT(from_, A)(raw[v]);
-#else
-        to[r * pitch + c] = inside ? CAT(load_, A)(x, from) : 0;
-#endif
-    }
-}
-
-// s[i][j] = the product of row ty + i TY of `own` and row tx + j TX of `other`, of `depth` elements, a multiple of 4.
-INLINE void multiply_rows(ACC s[MI][NI], const __local ACC *own, const __local ACC *other, const int pitch, uint depth, uint tx,
-                                 uint ty) {
-    #pragma unroll
-    for (int i = 0; i < MI; ++i) {
-        #pragma unroll
-        for (int j = 0; j < NI; ++j)
-            s[i][j] = 0;
-    }
-    for (uint d = 0; d < depth; d += 4) {
-        FOUR a[MI], b[NI];
-        #pragma unroll
-        for (int i = 0; i < MI; ++i)
-            a[i] = *(const __local FOUR *)(own + (ty + i * TY) * pitch + d);
-        #pragma unroll
-        for (int j = 0; j < NI; ++j)
-            b[j] = *(const __local FOUR *)(other + (tx + j * TX) * pitch + d);
-        #pragma unroll
-        for (int i = 0; i < MI; ++i) {
-            #pragma unroll
-            for (int j = 0; j < NI; ++j)
-                s[i][j] = fma(a[i].w, b[j].w, fma(a[i].z, b[j].z, fma(a[i].y, b[j].y, fma(a[i].x, b[j].x, s[i][j]))));
-        }
-    }
-}
-
-// sum[i][c] += the product of row ty + i TY of `weights` and columns 4 (tx + c TX) to 4 (tx + c TX) + 3 of the rows in `other`.
-#define ADD_PRODUCT(sum, fours, pitch)                                                                                  \
-    for (int n = 0; n < OTHER; n += 4) {                                                                                \
-        FOUR w[MI];                                                                                                     \
-        _Pragma("unroll") for (int i = 0; i < MI; ++i)                                                                  \
-            w[i] = *(__local FOUR *)(weights + (ty + i * TY) * PITCH_W + n);                                            \
-        _Pragma("unroll") for (int c = 0; c < fours; ++c) {                                                             \
-            const __local ACC *from = others + n * pitch + 4 * (tx + c * TX);                                           \
-            const FOUR x0 = *(const __local FOUR *)from, x1 = *(const __local FOUR *)(from + pitch);                    \
-            const FOUR x2 = *(const __local FOUR *)(from + 2 * pitch), x3 = *(const __local FOUR *)(from + 3 * pitch);  \
-            _Pragma("unroll") for (int i = 0; i < MI; ++i)                                                              \
-                sum[i][c] = fma((FOUR)(w[i].w), x3,                                                                     \
-                                fma((FOUR)(w[i].z), x2, fma((FOUR)(w[i].y), x1, fma((FOUR)(w[i].x), x0, sum[i][c]))));  \
-        }                                                                                                               \
-    }
-
-#define CLEAR(sum, fours)                                                                                               \
-    _Pragma("unroll") for (int i = 0; i < MI; ++i) _Pragma("unroll") for (int c = 0; c < fours; ++c) sum[i][c] = 0;
-
-// Writes rows of sums, `scale` times row i of them, to `out`.
-#define STORE_ROWS(sum, fours, out, at, s, rows, length, width, scale)                                                  \
-    for (int i = 0; i < MI; ++i) {                                                                                      \
-        const uint r = first + ty + i * TY;                                                                             \
-        if (r < (rows)) {                                                                                               \
-            const ulong to = at + row_at(&s, r, length);                                                                \
-            for (int c = 0; c < fours; ++c) {                                                                           \
-                const uint column = 4 * (tx + c * TX);                                                                  \
-                const ACC four[4] = {sum[i][c].x * (scale), sum[i][c].y * (scale), sum[i][c].z * (scale), sum[i][c].w * (scale)}; \
-                for (uint e = 0; e < 4; ++e)                                                                            \
-                    if (column + e < (width))                                                                           \
-                        STORE(out, to + (long)(column + e) * s.column, four[e]);                                        \
-            }                                                                                                           \
-        }                                                                                                               \
-    }
+#define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
 // A score under its mask: x where nothing hides it, else -inf.
 #if MASK == 1
@@ -162,131 +69,37 @@ INLINE void multiply_rows(ACC s[MI][NI], const __local ACC *own, const __local A
 #else
 #define KEPT(r, j) ((ACC)1)
 #endif
-#endif
 
 #define OPERAND(type, name) type name, ulong name##_at, const Strides name##_by
 
-#ifdef FORWARD
-__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1)))
-void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPERAND(Out, out), Rows lse, ulong lse_at,
-               const Sizes n, ACC scale, ACC dropped, ACC rescale, ulong key, ulong stream
-#ifdef SPLIT
-               , Rows partial, ulong partial_at
-#endif
-) {
-    __local ACC own[OWN * PITCH_K] __attribute__((aligned(32)));
-    __local ACC others[OTHER * PITCH_MOST] __attribute__((aligned(32)));
-    __local ACC weights[OWN * PITCH_W] __attribute__((aligned(32)));
-    __local ACC shared[OWN * TX];
-    const uint t = get_local_id(0), tx = t % TX, ty = t / TX;
+// What the kernels with a tile of queries begin with, for group `group` of as many as there are tiles: batch b, the rows from `first` to
+// `last`, and how many keys the row that sees most sees. With a causal mask the last queries see the most keys: they come first, so that
+// none of them is left over at the end.
+#define SIZES                                                                                                                     \
     const uint queries = n.queries, rows = n.heads * n.queries, keys = n.keys, width = n.width, value_width = n.value_width;
-    const ulong tiles = (rows + OWN - 1) / OWN, group = get_group_id(0);
-    const uint part = group % n.parts;
-    // With a causal mask the last queries see the most keys: they come first, so that none of them is left over at the end.
-    const ulong b = group / n.parts / tiles;
-    const uint first = (tiles - 1 - group / n.parts % tiles) * OWN;
-    const uint last = min(first + OWN, rows) - 1;
-    const uint most = !n.causal ? keys : first / queries == last / queries ? min(last % queries + 1, keys) : min(queries, keys);
-    const uint each = ((keys + OTHER - 1) / OTHER + n.parts - 1) / n.parts * OTHER;
-    const uint begin = min(part * each, most), end = min(begin + each, most);
-    const ulong q0 = q_at + batch_at(&n, &q_by, b), k0 = k_at + batch_at(&n, &k_by, b), v0 = v_at + batch_at(&n, &v_by, b);
-    const uint depth = (width + 3) / 4 * 4;
+#define TILE_OF_QUERIES(group)                                                                                                    \
+    const ulong tiles = (rows + OWN - 1) / OWN, b = (group) / tiles;                                                              \
+    const uint first = (tiles - 1 - (group) % tiles) * OWN, last = min(first + OWN, rows) - 1;                                    \
+    const bool one_head = first / queries == last / queries;                                                                      \
+    const uint most = !n.causal ? keys : one_head ? min(last % queries + 1, keys) : min(queries, keys);
+#define TILE_OF_KEYS                                                                                                              \
+    const ulong tiles = (keys + OWN - 1) / OWN, b = get_group_id(0) / tiles;                                                      \
+    const uint first = get_group_id(0) % tiles * OWN;
+#define START(x) (x##_at + batch_at(&n, &x##_by, b))
 
-    FOUR sum[MI][FOURS_V];
-    ACC top[MI], total[MI];
-    uint seen[MI];
-    ulong mask_row[MI];
-    CLEAR(sum, FOURS_V)
-    #pragma unroll
-    for (int i = 0; i < MI; ++i) {
-        const uint r = first + ty + i * TY;
-        top[i] = -INFINITY;
-        total[i] = 0;
-        seen[i] = KEYS_SEEN(r);
-        mask_row[i] = MASK && r < rows ? mask_at + batch_at(&n, &mask_by, b) + row_at(&mask_by, r, queries) : 0;
-    }
-    stage(own, PITCH_K, OWN, q, q0, &q_by, first, rows, queries, width, t);
+// A row that sees nothing has the log-sum-exp -inf, and weights of 0.
+#define BASE(r) ((r) >= rows || lse[lse_at + b * rows + (r)] == -INFINITY ? INFINITY : lse[lse_at + b * rows + (r)])
 
-    for (uint j0 = begin; j0 < end; j0 += OTHER) {
-        ACC s[MI][NI];
-        barrier(CLK_LOCAL_MEM_FENCE);
-        stage(others, PITCH_K, OTHER, k, k0, &k_by, j0, keys, ONE_HEAD, width, t);
-        barrier(CLK_LOCAL_MEM_FENCE);
-        multiply_rows(s, own, others, PITCH_K, depth, tx, ty);
-        #pragma unroll
-        for (int i = 0; i < MI; ++i) {
-            ACC largest = -INFINITY;
-            #pragma unroll
-            for (int j = 0; j < NI; ++j) {
-                const uint column = j0 + tx + j * TX;
-                s[i][j] = column < seen[i] ? SEEN(s[i][j] * scale, mask_row[i] + (long)column * mask_by.column) : -INFINITY;
-                largest = fmax(largest, s[i][j]);
-            }
-            shared[(ty + i * TY) * TX + tx] = largest;
-        }
-        barrier(CLK_LOCAL_MEM_FENCE);
-        stage(others, PITCH_V, OTHER, v, v0, &v_by, j0, keys, ONE_HEAD, value_width, t);
-        #pragma unroll
-        for (int i = 0; i < MI; ++i) {
-            // A NaN need not be found here: the sum has it.
-            ACC next = top[i];
-            #pragma unroll
-            for (int c = 0; c < TX; ++c)
-                next = fmax(next, shared[(ty + i * TY) * TX + c]);
-            const ACC base = next == -INFINITY ? 0 : next, shrink = top[i] == -INFINITY ? 0 : exp(top[i] - base);
-            top[i] = next;
-            total[i] *= shrink;
-            #pragma unroll
-            for (int c = 0; c < FOURS_V; ++c)
-                sum[i][c] *= shrink;
-            #pragma unroll
-            for (int j = 0; j < NI; ++j) {
-                const ACC p = exp(s[i][j] - base);
-                total[i] += p;
-                weights[(ty + i * TY) * PITCH_W + tx + j * TX] = p * KEPT(first + ty + i * TY, j0 + tx + j * TX);
-            }
-        }
-        barrier(CLK_LOCAL_MEM_FENCE);
-        ADD_PRODUCT(sum, FOURS_V, PITCH_V)
+#ifdef KEYS
+// The first tile of `other` queries from row `r0` on of which one sees key `first`.
+INLINE uint next_tile(const Sizes *n, uint r0, uint first, const uint other) {
+    const uint queries = n->queries, rows = n->heads * queries;
+    for (; n->causal && r0 < rows; r0 += other) {
+        const uint last = min(r0 + other, rows) - 1;
+        if (r0 / queries != last / queries || last % queries >= first)
+            break;
     }
-
-    // Each work-item has the powers of its own columns.
-    barrier(CLK_LOCAL_MEM_FENCE);
-    #pragma unroll
-    for (int i = 0; i < MI; ++i)
-        shared[(ty + i * TY) * TX + tx] = total[i];
-    barrier(CLK_LOCAL_MEM_FENCE);
-    #pragma unroll
-    for (int i = 0; i < MI; ++i) {
-        total[i] = 0;
-        #pragma unroll
-        for (int c = 0; c < TX; ++c)
-            total[i] += shared[(ty + i * TY) * TX + c];
-    }
-#ifdef SPLIT
-    for (int i = 0; i < MI; ++i) {
-        const uint r = first + ty + i * TY;
-        if (r < rows) {
-            const ulong to = partial_at + ((b * rows + r) * n.parts + part) * (DV + 2);
-            for (int c = 0; c < FOURS_V; ++c)
-                vstore4(sum[i][c], tx + c * TX, partial + to + 2);
-            if (tx == 0) {
-                partial[to] = top[i];
-                partial[to + 1] = total[i];
-            }
-        }
-    }
-#else
-    const ulong out0 = out_at + batch_at(&n, &out_by, b);
-    STORE_ROWS(sum, FOURS_V, out, out0, out_by, rows, queries, value_width, total[i] == 0 ? 0 : 1 / total[i])
-    if (tx == 0) {
-        for (int i = 0; i < MI; ++i) {
-            const uint r = first + ty + i * TY;
-            if (r < rows)
-                lse[lse_at + b * rows + r] = top[i] + log(total[i]);
-        }
-    }
-#endif
+    return r0;
 }
 #endif
 
@@ -313,171 +126,5 @@ __kernel void attention(OPERAND(Out, out), Rows lse, ulong lse_at, const Sizes n
           total == 0 ? 0 : sum / total);
     if (column == 0)
         lse[lse_at + row] = top + log(total);
-}
-#endif
-
-// A row that sees nothing has the log-sum-exp -inf, and weights of 0.
-#define BASE(r) ((r) >= rows || lse[lse_at + b * rows + (r)] == -INFINITY ? INFINITY : lse[lse_at + b * rows + (r)])
-
-#ifdef QUERIES
-__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1)))
-void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPERAND(In, out), OPERAND(In, grad),
-               OPERAND(Out, dq), Rows lse, ulong lse_at, Rows delta, ulong delta_at, const Sizes n, ACC scale, ACC dropped, ACC rescale,
-               ulong key, ulong stream) {
-    __local ACC own[OWN * PITCH_K] __attribute__((aligned(32)));
-    __local ACC grads[OWN * PITCH_V] __attribute__((aligned(32)));
-    __local ACC others[OTHER * PITCH_MOST] __attribute__((aligned(32)));
-    __local ACC weights[OWN * PITCH_W] __attribute__((aligned(32)));
-    const uint t = get_local_id(0), tx = t % TX, ty = t / TX;
-    const uint queries = n.queries, rows = n.heads * n.queries, keys = n.keys, width = n.width, value_width = n.value_width;
-    const ulong tiles = (rows + OWN - 1) / OWN, b = get_group_id(0) / tiles;
-    const uint first = (tiles - 1 - get_group_id(0) % tiles) * OWN;
-    const uint last = min(first + OWN, rows) - 1;
-    const uint end = !n.causal ? keys : first / queries == last / queries ? min(last % queries + 1, keys) : min(queries, keys);
-    const ulong q0 = q_at + batch_at(&n, &q_by, b), k0 = k_at + batch_at(&n, &k_by, b), v0 = v_at + batch_at(&n, &v_by, b);
-    const ulong out0 = out_at + batch_at(&n, &out_by, b), grad0 = grad_at + batch_at(&n, &grad_by, b);
-    const uint depth = (width + 3) / 4 * 4, value_depth = (value_width + 3) / 4 * 4;
-
-    FOUR sum[MI][FOURS_K];
-    ACC base[MI], less[MI];
-    uint seen[MI];
-    ulong mask_row[MI];
-    CLEAR(sum, FOURS_K)
-    stage(own, PITCH_K, OWN, q, q0, &q_by, first, rows, queries, width, t);
-    stage(grads, PITCH_V, OWN, grad, grad0, &grad_by, first, rows, queries, value_width, t);
-    barrier(CLK_LOCAL_MEM_FENCE);
-    #pragma unroll
-    for (int i = 0; i < MI; ++i) {
-        const uint r = first + ty + i * TY;
-        seen[i] = KEYS_SEEN(r);
-        mask_row[i] = MASK && r < rows ? mask_at + batch_at(&n, &mask_by, b) + row_at(&mask_by, r, queries) : 0;
-        base[i] = BASE(r);
-        ACC share = 0;
-        if (r < rows) {
-            const ulong at = out0 + row_at(&out_by, r, queries);
-            for (uint c = tx; c < value_width; c += TX)
-                share = fma(grads[(ty + i * TY) * PITCH_V + c], (ACC)CAT(load_, A)(out, at + (long)c * out_by.column), share);
-        }
-        weights[(ty + i * TY) * PITCH_W + tx] = share;
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    #pragma unroll
-    for (int i = 0; i < MI; ++i) {
-        const uint r = first + ty + i * TY;
-        less[i] = 0;
-        #pragma unroll
-        for (int c = 0; c < TX; ++c)
-            less[i] += weights[(ty + i * TY) * PITCH_W + c];
-        if (tx == 0 && r < rows)
-            delta[delta_at + b * rows + r] = less[i];
-    }
-
-    for (uint j0 = 0; j0 < end; j0 += OTHER) {
-        ACC s[MI][NI], dp[MI][NI];
-        barrier(CLK_LOCAL_MEM_FENCE);
-        stage(others, PITCH_V, OTHER, v, v0, &v_by, j0, keys, ONE_HEAD, value_width, t);
-        barrier(CLK_LOCAL_MEM_FENCE);
-        multiply_rows(dp, grads, others, PITCH_V, value_depth, tx, ty);
-        barrier(CLK_LOCAL_MEM_FENCE);
-        stage(others, PITCH_K, OTHER, k, k0, &k_by, j0, keys, ONE_HEAD, width, t);
-        barrier(CLK_LOCAL_MEM_FENCE);
-        multiply_rows(s, own, others, PITCH_K, depth, tx, ty);
-        #pragma unroll
-        for (int i = 0; i < MI; ++i) {
-            #pragma unroll
-            for (int j = 0; j < NI; ++j) {
-                const uint column = j0 + tx + j * TX;
-                const bool inside = column < seen[i];
-                const ACC x = inside ? SEEN(s[i][j] * scale, mask_row[i] + (long)column * mask_by.column) : -INFINITY;
-                const ACC kept = KEPT(first + ty + i * TY, column), ds = exp(x - base[i]) * (dp[i][j] * kept - less[i]) * scale;
-                weights[(ty + i * TY) * PITCH_W + tx + j * TX] = inside ? ds : 0;
-            }
-        }
-        barrier(CLK_LOCAL_MEM_FENCE);
-        ADD_PRODUCT(sum, FOURS_K, PITCH_K)
-    }
-    const ulong dq0 = dq_at + batch_at(&n, &dq_by, b);
-    STORE_ROWS(sum, FOURS_K, dq, dq0, dq_by, rows, queries, width, 1)
-}
-#endif
-
-#ifdef KEYS
-// The first tile of queries from row `r0` on of which one sees key `first`.
-static inline uint next_tile(const Sizes *n, uint r0, uint first) {
-    const uint queries = n->queries, rows = n->heads * queries;
-    for (; n->causal && r0 < rows; r0 += OTHER) {
-        const uint last = min(r0 + OTHER, rows) - 1;
-        if (r0 / queries != last / queries || last % queries >= first)
-            break;
-    }
-    return r0;
-}
-
-__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1)))
-void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPERAND(In, grad), OPERAND(Out, dk), OPERAND(Out, dv),
-               Rows lse, ulong lse_at, Rows delta, ulong delta_at, const Sizes n, ACC scale, ACC dropped, ACC rescale, ulong key,
-               ulong stream) {
-    __local ACC own[OWN * PITCH_K] __attribute__((aligned(32)));
-    __local ACC values[OWN * PITCH_V] __attribute__((aligned(32)));
-    __local ACC others[OTHER * PITCH_MOST] __attribute__((aligned(32)));
-    __local ACC weights[OWN * PITCH_W] __attribute__((aligned(32)));
-    const uint t = get_local_id(0), tx = t % TX, ty = t / TX;
-    const uint queries = n.queries, rows = n.heads * n.queries, keys = n.keys, width = n.width, value_width = n.value_width;
-    const ulong tiles = (keys + OWN - 1) / OWN, b = get_group_id(0) / tiles;
-    const uint first = get_group_id(0) % tiles * OWN;
-    const ulong q0 = q_at + batch_at(&n, &q_by, b), k0 = k_at + batch_at(&n, &k_by, b), v0 = v_at + batch_at(&n, &v_by, b);
-    const ulong grad0 = grad_at + batch_at(&n, &grad_by, b), mask0 = MASK ? mask_at + batch_at(&n, &mask_by, b) : 0;
-    const uint depth = (width + 3) / 4 * 4, value_depth = (value_width + 3) / 4 * 4;
-
-    FOUR sum_k[MI][FOURS_K], sum_v[MI][FOURS_V];
-    CLEAR(sum_k, FOURS_K)
-    CLEAR(sum_v, FOURS_V)
-    stage(own, PITCH_K, OWN, k, k0, &k_by, first, keys, ONE_HEAD, width, t);
-    stage(values, PITCH_V, OWN, v, v0, &v_by, first, keys, ONE_HEAD, value_width, t);
-
-    for (uint r0 = next_tile(&n, 0, first); r0 < rows; r0 = next_tile(&n, r0 + OTHER, first)) {
-        ACC s[MI][NI], dp[MI][NI];
-        barrier(CLK_LOCAL_MEM_FENCE);
-        stage(others, PITCH_K, OTHER, q, q0, &q_by, r0, rows, queries, width, t);
-        barrier(CLK_LOCAL_MEM_FENCE);
-        multiply_rows(s, own, others, PITCH_K, depth, tx, ty);
-        #pragma unroll
-        for (int j = 0; j < NI; ++j) {
-            const uint r = r0 + tx + j * TX, seen = KEYS_SEEN(r);
-            const ulong mask_row = MASK && r < rows ? mask0 + row_at(&mask_by, r, queries) : 0;
-            const ACC base = BASE(r);
-            #pragma unroll
-            for (int i = 0; i < MI; ++i) {
-                const uint column = first + ty + i * TY;
-                const bool inside = column < seen;
-                const ACC x = inside ? SEEN(s[i][j] * scale, mask_row + (long)column * mask_by.column) : -INFINITY;
-                s[i][j] = inside ? exp(x - base) : 0;
-                weights[(ty + i * TY) * PITCH_W + tx + j * TX] = s[i][j] * KEPT(r, column);
-            }
-        }
-        barrier(CLK_LOCAL_MEM_FENCE);
-        stage(others, PITCH_V, OTHER, grad, grad0, &grad_by, r0, rows, queries, value_width, t);
-        barrier(CLK_LOCAL_MEM_FENCE);
-        multiply_rows(dp, values, others, PITCH_V, value_depth, tx, ty);
-        ADD_PRODUCT(sum_v, FOURS_V, PITCH_V)
-        barrier(CLK_LOCAL_MEM_FENCE);
-        stage(others, PITCH_K, OTHER, q, q0, &q_by, r0, rows, queries, width, t);
-        #pragma unroll
-        for (int j = 0; j < NI; ++j) {
-            const uint r = r0 + tx + j * TX, seen = KEYS_SEEN(r);
-            const ACC less = r < rows ? delta[delta_at + b * rows + r] : 0;
-            #pragma unroll
-            for (int i = 0; i < MI; ++i) {
-                const uint column = first + ty + i * TY;
-                const ACC kept = KEPT(r, column), ds = s[i][j] * (dp[i][j] * kept - less) * scale;
-                weights[(ty + i * TY) * PITCH_W + tx + j * TX] = column < seen ? ds : 0;
-            }
-        }
-        barrier(CLK_LOCAL_MEM_FENCE);
-        ADD_PRODUCT(sum_k, FOURS_K, PITCH_K)
-    }
-    const ulong dk0 = dk_at + batch_at(&n, &dk_by, b), dv0 = dv_at + batch_at(&n, &dv_by, b);
-    STORE_ROWS(sum_k, FOURS_K, dk, dk0, dk_by, keys, ONE_HEAD, width, 1)
-    STORE_ROWS(sum_v, FOURS_V, dv, dv0, dv_by, keys, ONE_HEAD, value_width, 1)
 }
 #endif

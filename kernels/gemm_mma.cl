@@ -51,8 +51,6 @@
 #define PIECE ((t + u * THREADS) * 4)
 #define PIECE_OF(results) (__local float4*)(results + PIECE / TILE_N * PITCH + PIECE % TILE_N)
 
-#define WAIT_BUT(n) asm volatile("cp.async.wait_group " TEXT(n) ";")
-
 __kernel __attribute__((reqd_work_group_size(THREADS, 1, 1)))
 void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* restrict b, const params p OPERANDS)
 {

@@ -6,7 +6,7 @@ use claystone::ops::Attention;
 use claystone::{DType, Device, Tensor, manual_seed};
 
 use crate::common::f64s;
-use crate::common::gpus::{assert_same, gpus, upload};
+use crate::common::gpus::{assert_same, cases, gpus, is_gpu, upload};
 
 /// Numbers between -1 and 1, which repeat late.
 fn numbers(n: usize, seed: usize) -> Vec<f64> {
@@ -75,6 +75,61 @@ fn values_and_gradients_are_those_of_the_cpu() {
     }
 }
 
+/// Queries, keys and values around the tiles of tensor cores (64 or 128 queries, 32 or 64 keys), with heads that fill these or do not.
+const OF_HALVES: [[&[usize]; 3]; 9] = [
+    [&[1, 2, 65, 32], &[1, 2, 33, 32], &[1, 2, 33, 32]],
+    [&[1, 2, 64, 64], &[1, 2, 64, 64], &[1, 2, 64, 64]],
+    [&[2, 1, 129, 64], &[2, 1, 127, 64], &[2, 1, 127, 64]],
+    [&[1, 3, 17, 128], &[1, 3, 129, 128], &[1, 3, 129, 128]],
+    [&[1, 1, 257, 128], &[1, 1, 257, 128], &[1, 1, 257, 128]],
+    [&[1, 2, 131, 40], &[1, 2, 97, 40], &[1, 2, 97, 72]],
+    [&[1, 2, 130, 34], &[1, 2, 66, 34], &[1, 2, 66, 34]],
+    [&[1, 6, 65, 64], &[1, 2, 193, 64], &[1, 2, 193, 64]],
+    [&[5, 1, 513, 80], &[5, 1, 511, 80], &[5, 1, 511, 80]],
+];
+
+#[test]
+fn halves_on_tensor_cores() {
+    for device in gpus("attention::halves_on_tensor_cores") {
+        let calls = [None, Some(DType::Bool), Some(DType::F32)].map(|mask| [(mask, false), (mask, true)]);
+        let calls = [(DType::F16, 3e-3), (DType::BF16, 2e-2)]
+            .map(|of| calls.as_flattened().iter().map(move |&call| (of, call)));
+        let calls = calls.into_iter().flatten().enumerate();
+        // On a processor each takes seconds to compile.
+        for (i, ((dtype, tolerance), (mask, is_causal))) in calls.filter(|&(i, _)| is_gpu(device) || i == 4) {
+            for [of_q, of_k, of_v] in cases(&OF_HALVES, OF_HALVES.len(), device) {
+                let (heads, queries, keys) = (of_q[1], of_q[2], of_k[2]);
+                let call = |to: DType, device: Device| {
+                    // Rows that are gapped, by 16, 8 or 4 bytes.
+                    let made = |of: &[usize], k: usize| {
+                        let gap = [8, 4, 2][i % 3];
+                        let wide: Vec<usize> = of[..3].iter().copied().chain([of[3] + gap]).collect();
+                        let t = upload(&numbers(wide.iter().product(), k), &wide, dtype, Device::Cpu);
+                        let t = t.to_dtype(to).unwrap().to_device(device).unwrap().narrow(-1, gap, of[3]).unwrap();
+                        t.detach().requires_grad_(true).unwrap()
+                    };
+                    let leaves = [made(of_q, 0), made(of_k, 1), made(of_v, 2)];
+                    let shown = |dtype: DType| {
+                        let t = upload(&numbers(heads * keys, 3), &[1, heads, 1, keys], DType::F64, Device::Cpu);
+                        let t = if dtype == DType::Bool { t.gt_scalar(-0.6).unwrap() } else { t.to_dtype(to).unwrap() };
+                        t.to_device(device).unwrap()
+                    };
+                    let mask = mask.map(shown);
+                    let dropout_p = if i % 5 == 4 && queries < 100 { 0.25 } else { 0.0 };
+                    let enable_gqa = of_q[1] != of_k[1];
+                    let options = Attention { attn_mask: mask.as_ref(), dropout_p, is_causal, enable_gqa, scale: None };
+                    manual_seed(11);
+                    let [q, k, v] = leaves.each_ref();
+                    with_gradients(q.scaled_dot_product_attention(k, v, options).unwrap(), &leaves)
+                };
+                let (got, want) = (call(dtype, device), call(DType::F64, Device::Cpu));
+                let what = format!("{of_q:?} of {dtype}, mask {mask:?}, causal {is_causal}");
+                assert_same(&got, &want, tolerance, &what);
+            }
+        }
+    }
+}
+
 #[test]
 fn one_projection_of_all_heads() {
     for device in gpus("attention::one_projection_of_all_heads") {
@@ -123,8 +178,10 @@ fn decoding_reads_a_long_cache() {
 #[test]
 fn memory_is_linear_in_the_length() {
     for device in gpus("attention::memory_is_linear_in_the_length") {
+        // As many as occupy a GPU, where few tiles would be shared by parts of the keys.
+        let heads = if is_gpu(device) { 64 } else { 2 };
         let bytes = |length: usize| {
-            let x = leaf(&[1, 2, length, 16], 1, DType::F32, device);
+            let x = leaf(&[1, heads, length, 16], 1, DType::F32, device);
             device.synchronize().unwrap();
             let before = device.memory_stats().unwrap().allocated_bytes.current;
             device.reset_peak_stats().unwrap();
@@ -134,8 +191,9 @@ fn memory_is_linear_in_the_length() {
             device.memory_stats().unwrap().allocated_bytes.peak - before
         };
         let (short, long) = (bytes(1024), bytes(4096));
-        // The scores of 4,096 positions take 128 MiB; the operands, 0.5 MiB each, stand for all that is there.
-        assert!(long <= 4 * short + (1 << 16) && long < 8 << 20, "{short} bytes, and {long} of four times the length");
+        // The scores of 4,096 positions take 64 MiB a head; the operands, 0.25 MiB each, stand for all that is there.
+        let limit = (4 * short + (1 << 16), (heads as u64) << 22);
+        assert!(long <= limit.0 && long < limit.1, "{short} bytes, and {long} of four times the length");
     }
 }
 

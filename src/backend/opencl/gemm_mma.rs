@@ -9,6 +9,7 @@ use crate::device::opencl::{ARRIVALS, SM_90A, TensorCores};
 pub(crate) const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/rounded.cl"),
     include_str!("../../../kernels/mma.cl"),
+    include_str!("../../../kernels/gemm_tiles.cl"),
     include_str!("../../../kernels/gemm_mma.cl")
 );
 

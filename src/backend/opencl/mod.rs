@@ -1,6 +1,7 @@
 //! OpenCL devices: launches over problems.
 
 pub(crate) mod attention;
+mod attention_tile;
 pub(crate) mod cross_entropy;
 mod depthwise;
 mod fuse;

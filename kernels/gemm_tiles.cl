@@ -1,0 +1,130 @@
+// What `gemm_mma.cl` is made of beside `mma.cl`: the sizes of its tiles, loads of fragments, f32 cut into planes of bf16, and wgmma (with
+// SM_90A). Comes between the two.
+
+#ifdef MMA
+#define THREADS (32 * WARPS_M * WARPS_N)
+#define STEPS (TILE_K / 16)
+#define MT (TILE_M / WARPS_M / 16)
+#define NT (TILE_N / WARPS_N / 8)
+// Lines, elements in one, 16-byte copies in one, copies that a work-item makes of a slice.
+#define A_LINES (A_ALONG_K ? TILE_M : TILE_K)
+#define B_LINES (B_ALONG_K ? TILE_N : TILE_K)
+#define A_LENGTH (A_ALONG_K ? TILE_K : TILE_M)
+#define B_LENGTH (B_ALONG_K ? TILE_K : TILE_N)
+#define A_CHUNKS (A_LENGTH * BYTES / 16)
+#define B_CHUNKS (B_LENGTH * BYTES / 16)
+#define A_COPIES (A_LINES * A_CHUNKS / THREADS)
+#define B_COPIES (B_LINES * B_CHUNKS / THREADS)
+// Bytes of a slice as it is fetched and, two of them, of its planes.
+#define A_FETCHED (TILE_M * TILE_K * BYTES)
+#define FETCHED ((TILE_M + TILE_N) * TILE_K * BYTES)
+#define A_PLANE (TILE_M * TILE_K * 2)
+#define PLANE ((TILE_M + TILE_N) * TILE_K * 2)
+#define CUT (BYTES == 4 ? 2 * PLANES * PLANE : 0)
+#define PITCH (TILE_N + 8)
+#define RESULTS (TILE_M * PITCH * 4)
+#define FIRST (AHEAD + 1) // slices that are asked for at first
+
+// 16 rows of A from m on and 16 of k from k on; the same of 16 columns of B from n on.
+static inline void load_a(uint f[4], uint slice, uint m, uint k, uint lane)
+{
+#if A_ALONG_K
+    LDMATRIX("", f, slice + chunk_at(m + lane % 16, k / 8 + lane / 16, A_LINES, A_LENGTH));
+#else
+    LDMATRIX(".trans", f, slice + chunk_at(k + lane % 8 + lane / 16 * 8, m / 8 + lane / 8 % 2, A_LINES, A_LENGTH));
+#endif
+}
+static inline void load_b(uint f[4], uint slice, uint n, uint k, uint lane)
+{
+#if B_ALONG_K
+    LDMATRIX("", f, slice + chunk_at(n + lane % 8 + lane / 16 * 8, k / 8 + lane / 8 % 2, B_LINES, B_LENGTH));
+#else
+    LDMATRIX(".trans", f, slice + chunk_at(k + lane % 16, n / 8 + lane / 16, B_LINES, B_LENGTH));
+#endif
+}
+
+// Four f32, and their planes of bf16. Infinity leaves NaN: see below.
+static inline void load_words(uint x[4], uint from)
+{
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
+}
+static inline void cut(uint x[4], uint to, const uint plane)
+{
+    #pragma unroll
+    for (uint p = 0; p < PLANES; p++) {
+        uint low, high;
+        asm volatile("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(low) : "r"(x[0]), "r"(x[1]));
+        asm volatile("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(high) : "r"(x[2]), "r"(x[3]));
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + p * plane), "r"(low), "r"(high));
+        #pragma unroll
+        for (uint i = 0; i < 4; i++) x[i] = as_uint(as_float(x[i]) - as_float(x[i] & 0xffff0000));
+    }
+}
+
+#ifdef SM_90A
+// Four warps multiply 64 rows by all columns, straight from local memory. The target the compiler builds for has no such
+// instruction: it sees comments, which the host opens in what has been compiled.
+#define TEN(tens) "%" tens "0, %" tens "1, %" tens "2, %" tens "3, %" tens "4, %" tens "5, %" tens "6, %" tens "7, %" tens "8, %" tens "9, "
+#define R32 TEN("") TEN("1") TEN("2") "%30, %31"
+#define R64 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5") "%60, %61, %62, %63"
+#define R128 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5") TEN("6") TEN("7") TEN("8") TEN("9") TEN("10") TEN("11") \
+    "%120, %121, %122, %123, %124, %125, %126, %127"
+#define F4(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+#define F16(d, j) F4(d, j), F4(d, j + 1), F4(d, j + 2), F4(d, j + 3)
+#define F32(d, j) F16(d, j), F16(d, j + 4)
+#define F64(d, j) F32(d, j), F32(d, j + 8)
+#if TILE_N == 256
+#define REGISTERS(d) F64(d, 0), F64(d, 16)
+#define NAMES R128
+#define FROM "%128, %129"
+#define ADD "%130"
+#elif TILE_N == 128
+#define REGISTERS(d) F64(d, 0)
+#define NAMES R64
+#define FROM "%64, %65"
+#define ADD "%66"
+#else
+#define REGISTERS(d) F32(d, 0)
+#define NAMES R32
+#define FROM "%32, %33"
+#define ADD "%34"
+#endif
+
+// Where 16 of k from k on begin, in units of 16 bytes (a slice's first are at `from`), and how the lines lie.
+#define DESCRIBE(X, from, k)                                                                                           \
+    ((ulong)((uint)(X##ALONG_K ? X##LENGTH : 64)                                                                       \
+             | (uint)(X##ALONG_K && X##LENGTH == 32 ? 2 : X##ALONG_K && X##LENGTH == 16 ? 3 : 1) << 30) << 32          \
+     | ((from) + (X##ALONG_K ? (k) / 8 : (k) * 8) | (uint)(X##ALONG_K ? 1 : X##LINES * 8) << 16))
+
+// d = a b + (add ? d : 0)
+#define MULTIPLY(d, a, b, add)                                                                                         \
+    asm volatile("//@ {\n//@ .reg .pred add;\n//@ setp.ne.b32 add, " ADD ", 0;\n"                                       \
+                 "//@ wgmma.mma_async.sync.aligned.m64n" TEXT(TILE_N) "k16.f32." MMA "." MMA " {" NAMES "}, "             \
+                 FROM ", add, 1, 1, " TEXT(A_TRANSPOSED) ", " TEXT(B_TRANSPOSED) ";\n//@ }"                                     \
+                 : REGISTERS(d)                                                                                        \
+                 : "l"(a), "l"(b), "r"(add))
+#define BEGIN_MULTIPLY asm volatile("//@ wgmma.fence.sync.aligned;")
+#define END_MULTIPLY asm volatile("//@ wgmma.commit_group.sync.aligned;")
+#define MULTIPLIED_BUT(n, d) asm volatile("//@ wgmma.wait_group.sync.aligned " #n ";" : REGISTERS(d))
+// What was written to local memory is seen by wgmma.
+#define SHOW asm volatile("fence.proxy.async.shared::cta;")
+
+#ifdef ROUNDED
+// Bytes between rows of results that are staged.
+#define ROUNDED_PITCH (TILE_N * 2 + 16)
+static inline uint rounded(float low, float high)
+{
+    uint both;
+    asm("cvt.rn." ROUNDED "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Four matrices of 8 x 8 as wgmma leaves them: each row to where the lane of its number says.
+static inline void store_matrices(uint to, uint a, uint b, uint c, uint d)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+#endif
+#endif
+#endif

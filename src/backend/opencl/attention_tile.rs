@@ -1,0 +1,184 @@
+//! The tiles that the kernels of attention go over: how large they are on a device, and which of the kernels takes a call.
+
+use crate::backend::opencl::geometry::declarable_local_memory;
+use crate::backend::problem::attention::FusedAttention;
+use crate::device::opencl::ClDevice;
+use crate::{DType, Tensor};
+
+/// The widest heads: of wider ones a tile of a few rows fills the local memory.
+pub(crate) const WIDEST_HEAD: usize = 256;
+
+/// The widest whose gradients stay in registers where tensor cores multiply.
+pub(crate) const WIDEST_MMA: usize = 128;
+
+/// Queries up to which halves are multiplied in f32 on a device with tensor cores, of whose fragments most would be empty.
+const FEW_QUERIES: usize = 16;
+
+/// What the template is compiled to; see there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Entry {
+    Forward,
+    Split,
+    Combine,
+    Queries,
+    Keys,
+}
+
+/// The part of the scores that a work-group computes at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tile {
+    /// Work-items along rows and columns, and the scores of each.
+    Plain { columns: usize, rows: usize, mi: usize, ni: usize },
+    /// On tensor cores: each of `WARPS` warps has so many fragments of 16 rows.
+    Mma { fragments: usize, other: usize },
+}
+
+/// The largest first: these do the most arithmetic for an element that they read.
+const PLAIN: [Tile; 9] = [
+    plain(16, 4, 4),
+    plain(16, 2, 4),
+    plain(16, 2, 2),
+    plain(16, 1, 2),
+    plain(8, 2, 2),
+    plain(8, 1, 4),
+    plain(8, 1, 2),
+    plain(4, 1, 2),
+    plain(4, 1, 1),
+];
+
+/// Warps of a group that multiplies on tensor cores.
+const WARPS: usize = 4;
+
+const fn plain(rows: usize, mi: usize, ni: usize) -> Tile {
+    Tile::Plain { columns: 8, rows, mi, ni }
+}
+
+const fn mma(fragments: usize, other: usize) -> Tile {
+    Tile::Mma { fragments, other }
+}
+
+/// Whether these are halves, and enough of them, on a device whose tensor cores multiply them.
+pub(crate) fn many_halves(device: &ClDevice, a: &FusedAttention) -> bool {
+    a.q.dtype.size() == 2 && a.sizes()[1] > FEW_QUERIES && device.tensor_cores().local > 0
+}
+
+/// How many bytes of their rows may be copied at once; none where they are not contiguous, or begin anywhere.
+pub(crate) fn copied_at_once(tensors: &[&Tensor]) -> Option<usize> {
+    let in_rows = |t: &&Tensor| t.strides()[t.rank() - 1] == 1 || t.shape().dims()[t.rank() - 1] == 1;
+    let aligned = |copy: usize| {
+        let mut starts = tensors.iter().flat_map(|t| row_starts(t).map(|start| start.unsigned_abs() * t.dtype.size()));
+        starts.all(|bytes| bytes.is_multiple_of(copy))
+    };
+    tensors.iter().all(in_rows).then(|| [16, 8, 4].into_iter().find(|&copy| aligned(copy))).flatten()
+}
+
+/// Elements of which the distances between rows of a tensor are multiples.
+pub(crate) fn row_starts(t: &Tensor) -> impl Iterator<Item = isize> {
+    let steps = t.shape().dims().iter().zip(t.strides()).rev().skip(1);
+    let steps = steps.map(|(&n, &step)| if n == 1 { 0 } else { step });
+    steps.chain([t.layout.offset as isize])
+}
+
+impl Tile {
+    /// Rows of the tile that a group keeps.
+    pub(crate) fn own(self) -> usize {
+        match self {
+            Tile::Plain { rows, mi, .. } => rows * mi,
+            Tile::Mma { fragments, .. } => WARPS * fragments * 16,
+        }
+    }
+
+    /// Rows of those that it goes over.
+    fn other(self) -> usize {
+        match self {
+            Tile::Plain { columns, ni, .. } => columns * ni,
+            Tile::Mma { other, .. } => other,
+        }
+    }
+
+    pub(crate) fn group(self) -> usize {
+        match self {
+            Tile::Plain { columns, rows, .. } => rows * columns,
+            Tile::Mma { .. } => WARPS * 32,
+        }
+    }
+
+    /// The widths of keys and values in local memory: of plain tiles every work-item has four neighbours, or several times four.
+    pub(crate) fn padded(self, width: usize) -> usize {
+        match self {
+            Tile::Plain { columns, .. } => width.next_multiple_of(4 * columns),
+            Tile::Mma { .. } => width.next_power_of_two().max(32),
+        }
+    }
+
+    /// Bytes of local memory: the arrays that the kernels declare.
+    fn local_memory(self, a: &FusedAttention, entry: Entry) -> usize {
+        let [.., width, value_width] = a.sizes();
+        let backward = matches!(entry, Entry::Queries | Entry::Keys);
+        let ([k, v], own, other) = ([width, value_width].map(|width| self.padded(width)), self.own(), self.other());
+        let elements = match self {
+            Tile::Plain { columns, .. } => {
+                let resident = if backward { own * (k + v + 8) } else { own * (k + 4 + columns) };
+                resident + other * (k.max(v) + 4) + own * (other + 4)
+            }
+            Tile::Mma { .. } if backward => own * (k + v) + (2 * other * (k + v)).max(own * v),
+            Tile::Mma { .. } => own * k + 2 * other * (k + v),
+        };
+        let dtype = if matches!(self, Tile::Plain { .. }) { a.q.dtype.compute().dtype() } else { a.q.dtype };
+        elements * dtype.size()
+    }
+
+    /// Those that this device has room for, without those of more than 8 rows of which more than half would be empty.
+    pub(crate) fn plain(device: &ClDevice, a: &FusedAttention, entry: Entry) -> impl Iterator<Item = Tile> {
+        let (info, [heads, queries, ..]) = (device.info(), a.sizes());
+        let (group, memory) = (info.max_work_group, declarable_local_memory(device));
+        let enough = (heads * queries).next_power_of_two().max(8);
+        let fits = move |tile: &Tile| tile.group() <= group && tile.local_memory(a, entry) <= memory;
+        PLAIN.into_iter().filter(fits).filter(move |tile| tile.own() <= enough)
+    }
+
+    /// Those for tensor cores, the fastest on an H200 first: as many sums as there are registers for, and as many groups as a device has
+    /// units, of `groups` with such a tile.
+    pub(crate) fn mma(
+        device: &ClDevice,
+        a: &FusedAttention,
+        entry: Entry,
+        groups: impl Fn(Tile) -> usize,
+    ) -> Vec<Tile> {
+        let (units, memory) = (device.info().compute_units, device.tensor_cores().local);
+        let [.., width, value_width] = a.sizes();
+        let tiles: &[Tile] = match (entry, width.max(value_width) > 64) {
+            (Entry::Keys, false) => &[mma(2, 32), mma(1, 32)],
+            (Entry::Forward, false) => &[mma(1, 64), mma(1, 32)],
+            _ => &[mma(1, 32)],
+        };
+        let fits = |tile: &Tile| tile.local_memory(a, entry) <= memory;
+        let mut tiles: Vec<Tile> = tiles.iter().copied().filter(fits).collect();
+        tiles.sort_by_key(|&tile| if groups(tile) < units { tile.own() } else { 0 });
+        tiles
+    }
+
+    /// One number that tells it from every other.
+    pub(crate) fn key(self) -> u64 {
+        let numbers = match self {
+            Tile::Plain { columns, rows, mi, ni } => [columns, rows, mi, ni],
+            Tile::Mma { fragments, other } => [0, 0, fragments, other],
+        };
+        numbers.into_iter().fold(0, |key, n| key << 8 | n as u64)
+    }
+
+    /// What the template is told of it.
+    pub(crate) fn defines(self, dtype: DType) -> String {
+        match self {
+            Tile::Plain { columns, rows, mi, ni } => {
+                format!("#define TX {columns}\n#define TY {rows}\n#define MI {mi}\n#define NI {ni}\n")
+            }
+            Tile::Mma { fragments, other } => {
+                let unit = if dtype == DType::F16 { "f16" } else { "bf16" };
+                format!(
+                    "#define MMA \"{unit}\"\n#define WARPS {WARPS}\n#define MT {fragments}\n#define OTHER {other}\n"
+                )
+            }
+        }
+    }
+}
