@@ -1,7 +1,6 @@
 // Cross-entropy of labels on GPUs, the loss and the gradient in one launch. The host gives: A (dtype), B (the losses'), T (the
-// labels'), ACC and ACC_NAME, IDX, WITH_GRAD where the gradient is wanted, GROUP, and what is compiled in of softmax.cl's way to keep
-// rows in registers: LANES work-items share a row, of which each keeps CACHED groups of VEC neighbours (loaded as WIDE_T where VEC is
-// above 1); WHOLE where that is all of it. With LAST_GROUP_SUMS the work-group that comes last combines the losses of all. Few long rows
+// labels'), ACC and ACC_NAME, IDX, WITH_GRAD where the gradient is wanted, GROUP, and what row_blocks.cl asks for, which comes ahead; WHOLE
+// where a block is a whole row. With LAST_GROUP_SUMS the work-group that comes last combines the losses of all. Few long rows
 // are cut in `slices` of `chunk` elements: of each a group with SLICES leaves its largest and its sum, which the lanes of a row take up
 // with COMBINES; with GRADIENTS a group writes the gradient of a slice.
 
@@ -10,17 +9,8 @@
 #define COUNT_GIVEN 2
 #define COUNT_ALONG 3
 
-typedef __global const CAT(A, _t) *In;
-typedef __global CAT(A, _t) *Out;
-typedef CAT(ACC, 2) Two;
-#define LOAD CAT(load_, A)
-#define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 #define STORE_LOSS CAT(CAT(CAT(store_, B), _), ACC_NAME)
 #define LABEL(r) CAT(load_, T)(label, label_at + (long)(r) * label_stride)
-#define PLUS(a, b) ((a) + (b))
-#define KEPT (CACHED * VEC)
-#define BLOCK (LANES * KEPT)
-
 // The sum over the whole group.
 #define FOLD_GROUP(v)                                                                                                  \
     {                                                                                                                  \
@@ -28,85 +18,15 @@ typedef CAT(ACC, 2) Two;
         FOLD(PLUS, v);                                                                                                 \
     }
 
-// A lane's part of a block that ends at `stop`, of which element i is its first; -inf past the end.
-static inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride) {
+// Writes the gradient of these: nothing where `scale` is 0.
+static inline void keep(ACC *v, Out grad, ulong at, IDX first, IDX stop, ACC lse, IDX target, ACC scale) {
     #pragma unroll
-    for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {
-#if VEC > 1
-        CAT(A, _t) raw[VEC];
-        const bool inside = i < stop;
-        CAT(vstore, VEC)(inside ? *(__global const WIDE_T *)(x + at + i) : (WIDE_T)(0), 0, raw);
-        #pragma unroll
-        for (int j = 0; j < VEC; ++j)
-            v[k * VEC + j] = inside ? CAT(from_, A)(raw[j]) : -INFINITY;
-#else
-        v[k] = i < stop ? LOAD(x, at + (long)i * stride) : -INFINITY;
-#endif
+    for (int k = 0; k < KEPT; ++k) {
+        const IDX i = first + k / VEC * LANES * VEC + k % VEC;
+        const ACC p = exp(v[k] - lse) - (ACC)(i == target);
+        v[k] = scale == 0 ? 0 : p * scale;
     }
-}
-
-// A NaN need not be found here: the sum has it.
-static inline ACC largest_of(const ACC *v) {
-    ACC m = -INFINITY;
-    #pragma unroll
-    for (int k = 0; k < KEPT; ++k)
-        m = fmax(v[k], m);
-    return m;
-}
-
-static inline ACC sum_exp_of(const ACC *v, ACC m) {
-    ACC s = 0;
-    #pragma unroll
-    for (int k = 0; k < KEPT; ++k)
-        s += exp(v[k] - m);
-    return s;
-}
-
-// What a lane has seen from element i on is a sum of exp(x - base), of which the base moves with the largest x.
-static inline void see(In x, ulong at, IDX i, IDX stop, long stride, ACC *m, ACC *base, ACC *s) {
-    ACC v[KEPT];
-    for (; i < stop; i += BLOCK) {
-        fetch(v, x, at, i, stop, stride);
-        const ACC above = fmax(*m, largest_of(v)), next = isinf(above) ? 0 : above;
-        *s = (*s == 0 ? 0 : *s * exp(*base - next)) + sum_exp_of(v, next);
-        *m = above;
-        *base = next;
-    }
-}
-
-// The largest of all lanes of a row, `most`, and their sum of exp(x - m), s.
-#define COMBINE(most)                                                                                                  \
-    FOLD(fmax, m);                                                                                                     \
-    const ACC most = m;                                                                                                \
-    if (most == INFINITY)                                                                                              \
-        s = NAN; /* as inf - inf */                                                                                    \
-    m = isinf(most) ? 0 : most;                                                                                        \
-    s = s == 0 ? 0 : s * exp(base - m);                                                                                \
-    FOLD(PLUS, s)
-
-// What a lane takes up of the slices of row r.
-#define TAKE_SLICE(r, there)                                                                                           \
-    const Two own = there ? of_slices[of_slices_at + (ulong)(r) * slices + lane] : (Two)(-INFINITY, 0);                \
-    ACC m = own.x, s = own.y, base = isinf(m) ? 0 : m
-
-// The gradient of these: nothing where `scale` is 0.
-static inline void keep(ACC *v, Out grad, ulong at, IDX i, IDX stop, ACC lse, IDX target, ACC scale) {
-    #pragma unroll
-    for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {
-        if (i < stop) {
-            CAT(A, _t) raw[VEC];
-            #pragma unroll
-            for (int j = 0; j < VEC; ++j) {
-                const ACC p = exp(v[k * VEC + j] - lse) - (ACC)(i + j == target);
-                raw[j] = CAT(CAT(CAT(to_, A), _), ACC_NAME)(scale == 0 ? 0 : p * scale);
-            }
-#if VEC > 1
-            *(__global WIDE_T *)(grad + at + i) = CAT(vload, VEC)(0, raw);
-#else
-            grad[at + i] = raw[0];
-#endif
-        }
-    }
+    write(v, grad, at, first, stop, 1);
 }
 
 #ifdef LAST_GROUP_SUMS
@@ -153,7 +73,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void row(PARAMETERS)
     const ACC lse = m + log(s), scale = valid ? 1 / count : 0;
     ACC v[KEPT];
     for (IDX i = first + lane * VEC; i < stop; i += BLOCK) {
-        fetch(v, x, at, i, stop, stride);
+        fetch(v, x, at, i, stop, stride, -INFINITY);
         keep(v, grad, grad_at + (ulong)r * n, i, stop, lse, (IDX)target, scale);
     }
 #endif
@@ -197,7 +117,7 @@ row(PARAMETERS) {
         ACC m = -INFINITY, s = 0;
 #ifdef WHOLE
         ACC v[KEPT];
-        fetch(v, x, at, lane * VEC, stop, stride);
+        fetch(v, x, at, lane * VEC, stop, stride, -INFINITY);
         m = largest_of(v);
         FOLD(fmax, m);
         s = sum_exp_of(v, m);
@@ -233,7 +153,7 @@ row(PARAMETERS) {
 #else
         ACC v[KEPT];
         for (IDX i = lane * VEC; i < stop; i += BLOCK) {
-            fetch(v, x, at, i, stop, stride);
+            fetch(v, x, at, i, stop, stride, -INFINITY);
             keep(v, grad, grad_at + (ulong)r * n, i, stop, lse, (IDX)target, scale);
         }
 #endif

@@ -6,25 +6,6 @@
 // and BY_COLUMN are then compiled in. SOFTMAX with MASK sees part of a row: up to element `first` + the row's number in its
 // matrix of `causal` rows where that is not 0; of these elements those where z (dtype Z) is true with MASK 1; z is added to them with MASK 2.
 
-// Where a row starts in each of three tensors.
-typedef struct {
-    ulong size[NK];
-    long x[NK], y[NK], z[NK];
-} Rows;
-typedef struct {
-    long x, y, z;
-} At;
-static inline At at_rows(const Rows *d, IDX i) {
-    At at = {0, 0, 0};
-    for (int k = NK - 1; k >= 0; --k) {
-        const long r = (long)NEXT(i, d->size, k);
-        at.x += r * d->x[k];
-        at.y += r * d->y[k];
-        at.z += r * d->z[k];
-    }
-    return at;
-}
-
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
 #ifdef MASK

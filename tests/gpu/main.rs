@@ -11,5 +11,6 @@ mod indices;
 mod kernels;
 mod products;
 mod rows;
+mod softmax;
 mod trials;
 mod tune;

@@ -1,13 +1,13 @@
 //! Cross-entropy of labels on OpenCL: `kernels/cross_entropy.cl`, on processors `kernels/softmax.cl`.
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, flag, group_size, groups_kept, is_wide, vector_defines, vector_width,
+    ROW_BLOCKS, STRIDED_DIMS, flag, group_size, groups_kept, is_wide, row_slices, vector_defines, vector_width,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache;
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::softmax::{TEMPLATE, defines};
+use crate::backend::opencl::softmax::{ROWS, TEMPLATE, defines};
 use crate::backend::problem::cross_entropy::{LabelEntropy, LossReduction};
 use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
@@ -91,10 +91,8 @@ impl Schedule {
         let size = x.dtype.compute().dtype().size() / 4;
         let whole = kept * width * size <= 32;
         let (lanes, kept) = if whole { (lanes, kept) } else { (group, (16 / width / size).max(1)) };
-        // As many slices as keep the device busy, of whole blocks; the lanes of a group combine them.
-        let block = lanes * kept * width;
-        let chunk = block * (n * rows / (block * 4 * units)).max(n.div_ceil(block * group)).max(1);
-        let slices = if whole || rows >= 2 * units || n <= chunk { 0 } else { n.div_ceil(chunk) };
+        let (slices, chunk) = row_slices(device, rows, n, lanes * kept * width);
+        let slices = if whole || rows >= 2 * units || slices == 1 { 0 } else { slices };
         let sharing = if slices > 0 { slices.next_power_of_two() } else { lanes };
         let rounds = rows.div_ceil(group / sharing);
         // As many rows for each group, of as many groups as the device holds.
@@ -172,8 +170,8 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
             let (b, t) = (loss.dtype, labels.dtype);
             let common = defines(x, 1, wide, schedule.group) + &format!("#define B {b}\n#define T {t}\n{gradient}");
             match cpu {
-                true => format!("{common}#define CROSS_ENTROPY\n{STRIDED_DIMS}{TEMPLATE}"),
-                false => common + &schedule.defines(x.dtype, stage) + STRIDED_DIMS + GPU_TEMPLATE,
+                true => format!("{common}#define CROSS_ENTROPY\n{STRIDED_DIMS}{ROWS}{TEMPLATE}"),
+                false => common + &schedule.defines(x.dtype, stage) + STRIDED_DIMS + ROW_BLOCKS + GPU_TEMPLATE,
             }
         })?;
         let mut launch = KernelLaunch::new(kernel, groups * schedule.group, schedule.group);

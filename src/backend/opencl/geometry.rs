@@ -11,6 +11,9 @@ use crate::{DType, Result};
 /// Strided dims, loads of 16 elements, and folds over a work-group: what comes ahead of most templates.
 pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
 
+/// Rows that go through registers block by block.
+pub(crate) const ROW_BLOCKS: &str = include_str!("../../../kernels/row_blocks.cl");
+
 /// Work-items a group of a kernel whose work-items do not work together.
 pub(crate) const LOCAL: usize = 64;
 
@@ -87,6 +90,14 @@ pub(crate) fn groups_kept(n: usize, columns_at_once: usize) -> usize {
         k @ ..=4 => k,
         k => k.next_power_of_two(),
     }
+}
+
+/// Slices of each of `rows` rows of n elements, and how many elements a slice has: of whole blocks, as many as give every compute unit four
+/// groups, and no more than a group has work-items, whose loads combine them.
+pub(crate) fn row_slices(device: &ClDevice, rows: usize, n: usize, block: usize) -> (usize, usize) {
+    let wanted = n * rows / (block * 4 * device.info().compute_units.max(1));
+    let chunk = block * wanted.max(n.div_ceil(block * group_size(device))).max(1);
+    (n.div_ceil(chunk), chunk)
 }
 
 /// The type of indices.

@@ -1,8 +1,8 @@
 //! Softmax and its kin on OpenCL: `kernels/softmax.cl`.
 
 use crate::backend::opencl::geometry::{
-    LOCAL, STRIDED_DIMS, free_group, group_size, groups_kept, index_type, is_wide, lanes, vector_defines, vector_width,
-    words,
+    LOCAL, ROW_BLOCKS, STRIDED_DIMS, flag, free_group, group_size, groups_kept, index_type, is_wide, lanes, row_slices,
+    vector_defines, vector_width, words,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
@@ -13,7 +13,9 @@ use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::{DType, Error, Result, Tensor};
 
+pub(crate) const ROWS: &str = include_str!("../../../kernels/rows.cl");
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/softmax.cl");
+const SLICES: &str = include_str!("../../../kernels/softmax_slices.cl");
 
 pub(crate) fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
     let acc = t.dtype.compute();
@@ -41,7 +43,7 @@ struct Schedule {
     lanes: usize,
     /// Work-items of a group.
     group: usize,
-    /// Groups of `width` elements that each of them keeps; 0 where rows are too long for that, and read several times.
+    /// Groups of `width` elements that each of them keeps; 0 where rows are too long for that, and cut in slices or read several times.
     kept: usize,
 }
 
@@ -83,7 +85,11 @@ impl Schedule {
         let kept = groups_kept(n, width * lanes);
         let registers = kept * width * each;
         let schedule = Schedule { by_column, width, lanes, group, kept };
-        if registers <= KEPT && registers * lanes <= REGISTERS { schedule } else { schedule.read_again(device) }
+        match registers <= KEPT && registers * lanes <= REGISTERS {
+            true => schedule,
+            false if by_column || kind == RowOp::MaskedSoftmax => schedule.read_again(device),
+            false => Schedule { kept: 0, ..schedule },
+        }
     }
 
     /// Rows that are read several times instead of kept.
@@ -104,7 +110,18 @@ impl Schedule {
     }
 }
 
-/// One launch.
+/// As the kernels know it.
+fn name(kind: RowOp) -> &'static str {
+    match kind {
+        RowOp::Softmax | RowOp::MaskedSoftmax => "SOFTMAX",
+        RowOp::LogSoftmax => "LOG_SOFTMAX",
+        RowOp::LogSumExp => "LOGSUMEXP",
+        RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
+        RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
+    }
+}
+
+/// One launch, or two where rows are too long to be kept in registers.
 pub(crate) fn run(softmax: &Softmax) -> Result<()> {
     let Softmax { kind, x, z, out, d, mask } = *softmax;
     let numbers = [kind as u64, d as u64, mask.kind as u64, mask.causal as u64, mask.first as u64];
@@ -124,6 +141,9 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) ->
         true => Schedule { by_column: false, width: 1, lanes: 1, group: 1, kept: 0 },
         false => Schedule::choose(device, kind, tensors, rows),
     };
+    if !cpu && schedule.kept == 0 && !schedule.by_column && kind != RowOp::MaskedSoftmax {
+        return in_slices(device, kind, tensors, rows, schedule.width);
+    }
     let build = |schedule: &Schedule| {
         let (global, local) = match cpu {
             true => (count, if count >= 64 * 8 * units { LOCAL } else { 1 }),
@@ -137,18 +157,12 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) ->
         let mask = (rows.mask.kind as u64) << 8 | z.dtype as u64;
         let params = [kind as u64, x.dtype as u64, mask, rank as u64, wide as u64, spread];
         let kernel = kernel(device, KernelKey::new("row", &params), "row", || {
-            let name = match kind {
-                RowOp::Softmax => "SOFTMAX",
-                RowOp::MaskedSoftmax => {
-                    &format!("SOFTMAX\n#define MASK {}\n#define Z {}", rows.mask.kind as u8, z.dtype)
-                }
-                RowOp::LogSoftmax => "LOG_SOFTMAX",
-                RowOp::LogSumExp => "LOGSUMEXP",
-                RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
-                RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
+            let mask = match kind {
+                RowOp::MaskedSoftmax => format!("#define MASK {}\n#define Z {}\n", rows.mask.kind as u8, z.dtype),
+                _ => String::new(),
             };
-            let defines = defines(x, rank, wide, schedule.group) + &schedule.defines(x.dtype);
-            format!("{defines}#define {name}\n{STRIDED_DIMS}{TEMPLATE}")
+            let defines = defines(x, rank, wide, schedule.group) + &schedule.defines(x.dtype) + &mask;
+            format!("{defines}#define {}\n{STRIDED_DIMS}{ROWS}{TEMPLATE}", name(kind))
         })?;
         let local = if cpu { free_group(device, &kernel, global, local) } else { local };
         Ok::<_, Error>((kernel, global, local))
@@ -170,4 +184,40 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) ->
     launch.args([schedule.by_column.into(), schedule.lanes as u32].map(Arg::U32));
     launch.args([rows.mask.causal, rows.mask.first].map(|n| Arg::U64(n as u64)));
     Ok(LaunchPlan::one(device, launch))
+}
+
+/// Rows that are cut in slices of blocks, which go through registers: one launch sees all of them, another writes.
+fn in_slices(
+    device: &'static ClDevice,
+    kind: RowOp,
+    tensors: [&Tensor; 3],
+    rows: &SoftmaxRows,
+    width: usize,
+) -> Result<LaunchPlan> {
+    let (x, acc) = (tensors[0], tensors[0].dtype.compute().dtype());
+    let (count, n, rank, group) = (rows.count(), rows.n, rows.strided.dims.len().max(1), group_size(device));
+    let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
+    let kept = (16 / width / if two { 2 } else { 1 } / (acc.size() / 4)).max(1);
+    let block = group * kept * width;
+    let (slices, chunk) = row_slices(device, count, n, block);
+    let launch = |sees: bool| {
+        let groups = if kind == RowOp::LogSumExp && !sees { count } else { count * slices };
+        let wide = is_wide([n + block + chunk, groups * group]);
+        let params = [kind as u64, x.dtype as u64, rank as u64, wide as u64, width as u64, sees as u64];
+        let kernel = kernel(device, KernelKey::new("softmax_slices", &params), "row", || {
+            let spread = format!("#define LANES {group}\n#define CACHED {kept}\n") + &vector_defines(x.dtype, width);
+            let defines = defines(x, rank, wide, group) + &spread + &flag(sees, "SLICES");
+            format!("{defines}#define {}\n{STRIDED_DIMS}{ROWS}{ROW_BLOCKS}{SLICES}", name(kind))
+        })?;
+        let mut launch = KernelLaunch::new(kernel, groups * group, group);
+        (0..3).for_each(|k| launch.tensor(k));
+        launch.words(words(&rows.strided));
+        launch.args([Arg::U64(n as u64)]);
+        launch.args(rows.steps.map(|s| Arg::I64(s as i64)));
+        // Two numbers are an element of the scratch memory.
+        launch.tensor_from(3, 0, 2);
+        launch.args([Arg::U32(slices as u32), Arg::U64(chunk as u64)]);
+        Ok::<_, Error>(launch)
+    };
+    Ok(LaunchPlan::new(device, Some((2 * count * slices, acc)), [launch(true)?, launch(false)?]))
 }
