@@ -85,54 +85,65 @@ __kernel void sort_blocks(PARAMETERS) {
 // each pass it counts how many it has of each digit; the running sum of these counts, digit by digit and within a digit item by item,
 // says where its elements go, so that equal digits stay in order. SCATTER sorts by one byte, and sends each run of a byte on.
 #define ITEMS (TILE / GROUP)
-#define DIGIT(key) ((uint)((key) >> bit) & 15)
-// Padding: accesses whose addresses differ by a power of two would otherwise meet in one bank of local memory.
+#define DIGIT(key, bit) ((uint)((key) >> (bit)) & 15)
+// Padding: accesses whose addresses differ by a power of two would otherwise meet in one bank of local memory. Places lie in pairs.
 #define PADDED(p) ((p) + ((p) >> 5))
-// Of digits d and d + 8, which one running sum adds up at once.
+#define PLACE_AT(p) ((p) + ((p) >> 6) * 2)
+// Of digits d and d + 8, which one running sum adds up at once. A row has the counts of a digit, of work-item i at SWIZZLED(i): neither
+// neighbours that count different digits meet in a bank then, nor those of which each adds up two fours in a row.
 typedef union {
     ushort each[2];
     uint both;
 } Counts;
-#define COUNT_OF(digit) counted[((digit) & 7) * PADDED(GROUP)].each[(digit) >> 3]
+#define SWIZZLED(i) ((i) ^ ((i) % GROUP >> 3 & 4))
+#define COUNT_OF(digit) counted[((digit) & 7) * GROUP].each[(digit) >> 3]
+// Element i of those of a work-item: where it was in the tile, and how many with its digit come before it, in 12 and 4 bits.
+#define WAS(i) (places[(i) / 2] >> (i) % 2 * 16 & 0xfff)
+#define RANK(i) (places[(i) / 2] >> ((i) % 2 * 16 + 12) & 15)
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARAMETERS) {
     TILES;
     __local Key k[PADDED(TILE)];
-    __local ushort a[PADDED(TILE)];
-    __local Counts of_digits[PADDED(8 * GROUP)];
+    __local union {
+        ushort each[PLACE_AT(TILE)];
+        uint two[PLACE_AT(TILE) / 2];
+    } a;
+    __local uint4 of_digits[2 * GROUP];
     __local uint sums[GROUP], rows[GROUP / 16];
     // Pointers, so that the distances of what an item has in a row are constants of the instructions.
     __local Key *const own_k = k + PADDED(lid * ITEMS);
-    __local ushort *const own_a = a + PADDED(lid * ITEMS);
-    __local Counts *const counted = of_digits + PADDED(lid), *const summed = of_digits + PADDED(lid * 8);
+    __local uint *const own_a = a.two + PLACE_AT(lid * ITEMS) / 2;
+    __local Counts *const counted = (__local Counts *)of_digits + SWIZZLED(lid);
+    __local uint4 *const low = of_digits + SWIZZLED(lid * 8) / 4, *const high = of_digits + SWIZZLED(lid * 8 + 4) / 4;
     __local const uint *const own_sums = sums + lid / 16 * 16;
-    Key key[ITEMS];
-    ushort place[ITEMS];
+    #pragma unroll 8
     for (uint i = 0; i < ITEMS; ++i) {
         const uint s = i * GROUP + lid;
         // Padding has the largest key and comes last, so it stays behind all elements.
         k[PADDED(s)] = s < len ? KEY_AT(s) : (Key)-1;
-        a[PADDED(s)] = (ushort)s;
+        a.each[PLACE_AT(s)] = (ushort)s;
     }
     for (uint bit = FROM_BIT; bit < TO_BIT; bit += 4) {
         barrier(CLK_LOCAL_MEM_FENCE);
         #pragma unroll
-        for (uint w = 0; w < 8; ++w) counted[w * PADDED(GROUP)].both = 0;
-        uint rank[ITEMS];
+        for (uint w = 0; w < 8; ++w) counted[w * GROUP].both = 0;
+        Key key[ITEMS];
+        uint places[ITEMS / 2];
+        #pragma unroll
+        for (uint i = 0; i < ITEMS / 2; ++i) places[i] = own_a[i];
         #pragma unroll
         for (uint i = 0; i < ITEMS; ++i) {
             key[i] = own_k[i];
-            place[i] = own_a[i];
-            const uint digit = DIGIT(key[i]);
-            rank[i] = COUNT_OF(digit)++;
+            places[i / 2] |= (uint)COUNT_OF(DIGIT(key[i], bit))++ << (i % 2 * 16 + 12);
         }
         barrier(CLK_LOCAL_MEM_FENCE);
         // The running sum: of eight words in a row, of sixteen work-items, of all.
-        uint words[8], sum = 0;
-        #pragma unroll
-        for (uint w = 0; w < 8; ++w) {
-            words[w] = summed[w].both;
-            sum += words[w];
-        }
+        uint4 first_four = *low, last_four = *high;
+        first_four.yw += first_four.xz;
+        first_four.zw += first_four.y;
+        last_four.yw += last_four.xz;
+        last_four.zw += last_four.y;
+        last_four += first_four.w;
+        const uint sum = last_four.w;
         sums[lid] = sum;
         barrier(CLK_LOCAL_MEM_FENCE);
         uint before = 0, total = 0;
@@ -150,17 +161,16 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
             total += other;
         }
         before += total << 16; // digits from 8 on come after all below
-        #pragma unroll
-        for (uint w = 0; w < 8; ++w) {
-            summed[w].both = before;
-            before += words[w];
-        }
+        *low = before + (uint4)(0, first_four.xyz);
+        *high = before + (uint4)(first_four.w, last_four.xyz);
         barrier(CLK_LOCAL_MEM_FENCE);
+        // The same as `bit`, but compilers do not know: they would keep the places of counts in registers, and fewer groups would fit.
+        const uint again = bit + (uint)(run_ >> 32);
         #pragma unroll
         for (uint i = 0; i < ITEMS; ++i) {
-            const uint digit = DIGIT(key[i]), to = rank[i] + COUNT_OF(digit);
+            const uint to = RANK(i) + COUNT_OF(DIGIT(key[i], again));
             k[PADDED(to)] = key[i];
-            a[PADDED(to)] = place[i];
+            a.each[PLACE_AT(to)] = (ushort)WAS(i);
         }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
@@ -177,7 +187,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
     barrier(CLK_LOCAL_MEM_FENCE);
 #endif
     for (uint s = lid; s < len; s += GROUP) {
-        PLACE place = (PLACE)(first + a[PADDED(s)]);
+        PLACE place = (PLACE)(first + a.each[PLACE_AT(s)]);
         IDX to = first + s;
 #ifdef SCATTER
         to = (IDX)(PLACE)(moved[BYTE(s)] + s);
