@@ -6,6 +6,7 @@
 // with SM_90A each four warps multiply 64 rows by all columns by wgmma, and fetch the next slices meanwhile. A slice lies
 // in lines along the direction that is contiguous in global memory (along k or across), in chunks of 8 elements that are
 // permuted within their line so that no load meets a bank twice, as wgmma asks for it.
+// WINDOWS: the elements of the right matrix are read where windows over images have them, see windows_mma.cl.
 // ROUNDED, "f16" or "bf16", is written in front where the results are the product and nothing else, RESULT_AT their places.
 //
 // PLANES 1: f16 or bf16. PLANES 2 and 3: f32, each x cut into as many bf16 of which the sum is x (three hold all of its
@@ -28,14 +29,23 @@
         const uint first = X##COPIES * (part) / (parts), end = X##COPIES * ((part) + 1) / (parts);                   \
         if ((lines) >= X##LINES && (length) >= X##LENGTH) {                                                          \
             _Pragma("unroll") for (uint e = first; e < end; e++)                                                       \
-                copy_whole((to) + COPY_AT(X, e), (from) + e * (step), X##COPY);                                       \
+                copy_whole((to) + COPY_AT(X, e), X##FROM(from, step, e), X##COPY);                                     \
         } else {                                                                                                       \
             const int bytes = clamp(min((length), (int)X##LENGTH) * BYTES - (int)(chunk * 16), 0, 16);                 \
             _Pragma("unroll") for (uint e = first; e < end; e++)                                                       \
-                copy_part((to) + COPY_AT(X, e), (from) + e * (step), X##COPY,                                         \
+                copy_part((to) + COPY_AT(X, e), X##FROM(from, step, e), X##COPY,                                      \
                           (int)(line + e * (THREADS / X##CHUNKS)) < (lines) ? bytes : 0);                             \
         }                                                                                                              \
     }
+
+// Where a copy of a slice comes from; the first slice's, and the next ones'.
+#define A_FROM(from, step, e) ((from) + (e) * (step))
+#ifndef WINDOWS
+#define B_FROM A_FROM
+#define FIRST_B from_b += (j0 * B_COL + from_k * B_ROW) * BYTES + t / B_CHUNKS * line_b + t % B_CHUNKS * 16;
+#define AGAIN_B FIRST_B
+#define NEXT_B from_b += next_b;
+#endif
 
 #define EACH_RESULT                                                                                                    \
     _Pragma("unroll") for (uint mi = 0; mi < MT; mi++) _Pragma("unroll") for (uint ri = 0; ri < 4; ri += 2)            \
@@ -85,9 +95,9 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const long step_a = THREADS / A_CHUNKS * line_a, step_b = THREADS / B_CHUNKS * line_b;
     const long next_a = TILE_K * (A_ALONG_K ? BYTES : line_a), next_b = TILE_K * (B_ALONG_K ? BYTES : line_b);
     const long first_a = p.v[3] + batch_offset(p, z, 9 + BATCH) + i0 * A_ROW + from_k * A_COL;
-    const long first_b = p.v[6] + batch_offset(p, z, 9 + 2 * BATCH) + j0 * B_COL + from_k * B_ROW;
     ulong from_a = (ulong)a + first_a * BYTES + t / A_CHUNKS * line_a + t % A_CHUNKS * 16;
-    ulong from_b = (ulong)b + first_b * BYTES + t / B_CHUNKS * line_b + t % B_CHUNKS * 16;
+    ulong from_b = (ulong)b + (p.v[6] + batch_offset(p, z, 9 + 2 * BATCH)) * BYTES;
+    FIRST_B
     int left = depth; // of k, not yet fetched
     const uint first_copy_a = chunk_at(t / A_CHUNKS, t % A_CHUNKS, A_LINES, A_LENGTH);
     const uint first_copy_b = chunk_at(t / B_CHUNKS, t % B_CHUNKS, B_LINES, B_LENGTH);
@@ -101,7 +111,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #define NEXT_SLICE                                                                                                     \
     asm volatile("cp.async.commit_group;");                                                                            \
     from_a += next_a;                                                                                                  \
-    from_b += next_b;                                                                                                  \
+    NEXT_B                                                                                                             \
     left -= TILE_K;
 #define NEXT_SLOT(slot) slot = slot + 1 == STAGES ? 0 : slot + 1;
 
@@ -300,7 +310,8 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         EACH_RESULT RESULT = 0;
         const int slices = (depth - left) / TILE_K;
         from_a -= slices * next_a;
-        from_b -= slices * next_b;
+        from_b = (ulong)b + (p.v[6] + batch_offset(p, z, 9 + 2 * BATCH)) * BYTES;
+        AGAIN_B
         left = depth;
         const __local float* raw = (const __local float*)shared + CUT / 4;
 #define A_WORD(m, k) raw[A_ALONG_K ? (m) * TILE_K + (k) : (k) * TILE_M + (m)]
