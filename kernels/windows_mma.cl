@@ -15,8 +15,16 @@
 #define WINDOW_COL (uint)p.v[WINDOWS + 6]
 #define WINDOW_ROW (uint)p.v[WINDOWS + 7]
 #define IMAGE (uint)p.v[WINDOWS + 8]
-// Where column j is in the results, which are images one after another: this much further for each image.
-#define COLUMN(j) ((j) + (uint)(j) / GRID * p.v[WINDOWS + 9])
+#define AFTER p.v[WINDOWS + 9]
+// Where column j is in a row of results. Windows of all images: so much further for each image. Elements of a window: by channel,
+// then by tap, of which there are so many, and without the channels that are only there to fill 16 bytes.
+#if B_ALONG_K
+#define COLUMN(j) ((j) + (uint)(j) / GRID * AFTER)
+#define IS_COLUMN(j) true
+#else
+#define COLUMN(j) ((uint)(j) % CHANNELS * AFTER + (uint)(j) / CHANNELS)
+#define IS_COLUMN(j) ((uint)(j) % CHANNELS < p.v[WINDOWS + 10])
+#endif
 
 // Bytes from the first window to another, and from a window to an element of it.
 static inline uint window_at(const params p, uint window)

@@ -1,19 +1,19 @@
 //! Matrix products on OpenCL: `kernels/gemm.cl` with the sizes and the epilogue that suit the device and the problem.
 
+mod source;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use std::fmt::Write;
-
 use smallvec::SmallVec;
 
+use crate::backend::opencl::gemm::source::{Extent, source};
 use crate::backend::opencl::gemm_mma::{Found, Mma, Parts};
 use crate::backend::opencl::gemm_panel::Panel;
 use crate::backend::opencl::gemm_thin::Thin;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan, Word};
-use crate::backend::opencl::{gemm_mma, gemm_thin, image, launch_cache};
+use crate::backend::opencl::{image, launch_cache};
 use crate::backend::problem::gemm::{Gemm, GemmPlan};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::precision;
@@ -24,14 +24,12 @@ use crate::expr::program::Program;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Error, Result, Shape, Tensor};
 
-const TEMPLATE: &str = include_str!("../../../kernels/gemm.cl");
-
 /// Work-items a group of the tiled kernel.
 const THREADS: usize = 256;
 
 /// A kernel of the template and its sizes; see there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Variant {
+pub(crate) enum Variant {
     Tiled { m: usize, n: usize, k: usize, items: usize, a_along_k: bool, b_along_k: bool },
     Panel { panel: Panel, width: usize, unit: bool, height: usize },
     Dot { rows: usize, cols: usize, width: usize },
@@ -149,75 +147,104 @@ fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> R
     let found = [g.a, g.b].map(|t| Found { dtype: t.dtype, first: t.layout.offset });
     let (plan, variant, flipped) = choose(plan, found, compute, device);
     // The left and the right matrix by their indices in the list.
-    let (left, right) = if flipped { (1, 0) } else { (0, 1) };
-    let (a, b) = (operands[left], operands[right]);
+    let order = if flipped { [1, 0] } else { [0, 1] };
     let sums = sums.filter(|_| !flipped && variant.sums_rows(&plan));
-    let parts = variant.parts(&plan, device.info().compute_units);
-    let wide = wide(variant, &plan, outs);
-    let (rows, cols) = variant.tile();
-    let tiles = plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count();
-    let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), compute.dtype()));
+    let asked = g.sums.is_some();
+    let windows = &[];
+    let (operands, outs) = (&operands, outs.len());
+    Chosen { plan, variant, order, operands, outs, epilogue: g.epilogue, compute, sums, asked, windows }.prepare(device)
+}
 
-    let program = Program::of(g.epilogue);
-    let flags = plan.batch.len() as u64
-        | u64::from(sums.is_some()) << 8
-        | u64::from(partial.is_some()) << 9
-        | (wide as u64) << 10;
-    let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[variant.key(), flags]);
-    params.extend([a, b].into_iter().chain(operands[2..].iter().copied()).map(|t| t.dtype as u64));
-    let key = KernelKey { template: "gemm", params, exprs: SmallVec::from(program.exprs()) };
-    let kernel = kernel(device, key, "gemm", || {
-        let types = operands[2..].iter().map(|t| t.dtype).collect::<SmallVec<[DType; 4]>>();
-        let extent =
-            Extent { batch: plan.batch.len(), outs: outs.len(), sums: sums.is_some(), parts: partial.is_some(), wide };
-        source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
-    })?;
+/// A product and the kernel that computes it.
+pub(crate) struct Chosen<'a> {
+    pub(crate) plan: GemmPlan,
+    pub(crate) variant: Variant,
+    /// The left and the right matrix among the operands.
+    pub(crate) order: [usize; 2],
+    /// The matrices, results and extras: the first tensors of the launch.
+    pub(crate) operands: &'a [&'a Tensor],
+    pub(crate) outs: usize,
+    pub(crate) epilogue: &'a [Expr],
+    pub(crate) compute: Compute,
+    /// Where the kernel adds up rows, and whether the launch has a tensor for that.
+    pub(crate) sums: Option<&'a Tensor>,
+    pub(crate) asked: bool,
+    /// The sizes of windows that the right matrix is read from: see `kernels/windows_mma.cl`.
+    pub(crate) windows: &'a [usize],
+}
 
-    let mut launch = KernelLaunch::new(kernel, tiles * parts.count * variant.local(), variant.local());
-    // A matrix without elements has no memory; it is not read either.
-    let [of_a, of_b] = [left, right].map(|k| launch.buffer(if operands[k].numel() == 0 { 2 } else { k }));
-    let mut numbers = Numbers::default();
-    numbers.extend([plan.m, plan.n, plan.k]);
-    for (of, t) in [(of_a, &plan.a), (of_b, &plan.b)] {
-        numbers.defer(Word::First(of));
-        numbers.steps([t.row, t.col]);
+impl Chosen<'_> {
+    pub(crate) fn prepare(self, device: &'static ClDevice) -> Result<LaunchPlan> {
+        let Chosen { plan, variant, order: [left, right], operands, outs, epilogue, compute, sums, asked, windows } =
+            self;
+        let (a, b) = (operands[left], operands[right]);
+        let parts = variant.parts(&plan, device.info().compute_units);
+        let wide = wide(variant, &plan, &operands[2..2 + outs]);
+        let (rows, cols) = variant.tile();
+        let tiles = plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count();
+        let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), DType::F32));
+
+        let program = Program::of(epilogue);
+        let flags = plan.batch.len() as u64
+            | u64::from(sums.is_some()) << 8
+            | u64::from(partial.is_some()) << 9
+            | (wide as u64) << 10;
+        let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[variant.key(), flags]);
+        params.extend([a, b].into_iter().chain(operands[2..].iter().copied()).map(|t| t.dtype as u64));
+        let key = KernelKey { template: "gemm", params, exprs: SmallVec::from(program.exprs()) };
+        let kernel = kernel(device, key, "gemm", || {
+            let types = operands[2..].iter().map(|t| t.dtype).collect::<SmallVec<[DType; 4]>>();
+            let extent = Extent { batch: plan.batch.len(), outs, sums: sums.is_some(), parts: partial.is_some(), wide };
+            source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
+        })?;
+
+        let mut launch = KernelLaunch::new(kernel, tiles * parts.count * variant.local(), variant.local());
+        // A matrix without elements has no memory; it is not read either.
+        let [of_a, of_b] = [left, right].map(|k| launch.buffer(if operands[k].numel() == 0 { 2 } else { k }));
+        let mut numbers = Numbers::default();
+        numbers.extend([plan.m, plan.n, plan.k]);
+        for (of, t) in [(of_a, &plan.a), (of_b, &plan.b)] {
+            numbers.defer(Word::First(of));
+            numbers.steps([t.row, t.col]);
+        }
+        numbers.extend(plan.batch.iter().copied());
+        numbers.steps(plan.a.batch.iter().chain(&plan.b.batch).copied());
+        // The struct comes before the other buffers.
+        for (i, operand) in plan.others.iter().enumerate() {
+            numbers.defer(Word::First(2 + i));
+            numbers.steps([operand.row, operand.col].into_iter().chain(operand.batch.iter().copied()));
+        }
+        let mut given = 2 + plan.others.len();
+        if let Some(t) = sums {
+            numbers.defer(Word::First(given));
+            numbers.steps([t.strides()[0]]);
+            given += 1;
+        }
+        if partial.is_some() {
+            numbers.extend([parts.depth, parts.count]);
+            numbers.defer(Word::First(given));
+            numbers.defer(Word::FirstArrival);
+        }
+        if let Variant::Panel { height, .. } = variant {
+            numbers.extend([height]);
+        }
+        numbers.extend(windows.iter().copied());
+        launch.words(numbers.words);
+        numbers.deferred.into_iter().for_each(|(at, word)| launch.defer(at, word));
+        (2..operands.len()).for_each(|k| _ = launch.buffer(k));
+        if sums.is_some() {
+            launch.buffer(operands.len());
+        }
+        if partial.is_some() {
+            launch.buffer(operands.len() + usize::from(asked));
+            launch.arrivals();
+        }
+        launch.scalars(program.scalars(), compute);
+        if program.can_fault(compute) {
+            launch.faults();
+        }
+        Ok(LaunchPlan::new(device, partial, [launch]))
     }
-    numbers.extend(plan.batch.iter().copied());
-    numbers.steps(plan.a.batch.iter().chain(&plan.b.batch).copied());
-    // The struct comes before the other buffers.
-    for (i, operand) in plan.others.iter().enumerate() {
-        numbers.defer(Word::First(2 + i));
-        numbers.steps([operand.row, operand.col].into_iter().chain(operand.batch.iter().copied()));
-    }
-    let mut given = 2 + plan.others.len();
-    if let Some(t) = sums {
-        numbers.defer(Word::First(given));
-        numbers.steps([t.strides()[0]]);
-        given += 1;
-    }
-    if partial.is_some() {
-        numbers.extend([parts.depth, parts.count]);
-        numbers.defer(Word::First(given));
-        numbers.defer(Word::FirstArrival);
-    }
-    if let Variant::Panel { height, .. } = variant {
-        numbers.extend([height]);
-    }
-    launch.words(numbers.words);
-    numbers.deferred.into_iter().for_each(|(at, word)| launch.defer(at, word));
-    (2..operands.len()).for_each(|k| _ = launch.buffer(k));
-    if sums.is_some() {
-        launch.buffer(operands.len());
-    }
-    if partial.is_some() {
-        launch.buffer(operands.len() + usize::from(g.sums.is_some()));
-        launch.arrivals();
-    }
-    launch.scalars(program.scalars(), compute);
-    if program.can_fault(compute) {
-        launch.faults();
-    }
-    Ok(LaunchPlan::new(device, partial, [launch]))
 }
 
 /// The words of the kernels' struct.
@@ -332,7 +359,7 @@ fn vectors(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, Va
 
 /// How many neighbouring results a work-item of the tensor cores' kernel stores at once, 16 bytes of the widest; 1 where
 /// they are not contiguous or not aligned.
-fn wide(variant: Variant, plan: &GemmPlan, outs: &[Tensor]) -> usize {
+fn wide(variant: Variant, plan: &GemmPlan, outs: &[&Tensor]) -> usize {
     let Variant::Mma(_) = variant else { return 1 };
     let wide = outs.iter().map(|t| 16 / t.dtype.size()).min().unwrap_or(1).min(8);
     for (t, at) in outs.iter().zip(&plan.others) {
@@ -343,123 +370,4 @@ fn wide(variant: Variant, plan: &GemmPlan, outs: &[Tensor]) -> usize {
         }
     }
     wide
-}
-
-/// Whether the epilogue leaves the product as it is.
-fn is_product(program: &Program) -> bool {
-    program.exprs() == [Expr::input(0)]
-}
-
-/// What a kernel is made for, besides types.
-struct Extent {
-    /// Dimensions before the last two.
-    batch: usize,
-    /// Results; the other operands are extras.
-    outs: usize,
-    sums: bool,
-    parts: bool,
-    /// Results that are stored at once.
-    wide: usize,
-}
-
-/// What comes before the template: types, sizes, and the epilogue with its operands.
-fn source(
-    program: &Program,
-    compute: Compute,
-    variant: Variant,
-    Extent { batch, outs, sums, parts, wide }: Extent,
-    [a, b]: [DType; 2],
-    others: &[DType],
-) -> String {
-    let c = compute.cl_name();
-    let acc = if compute == Compute::I64 { "ulong" } else { c };
-    let (first, step) = (9 + 3 * batch, 3 + batch);
-    let mut operands = String::new();
-    let mut starts = String::new();
-    let mut call: Vec<String> = vec![format!("({c})(value)")];
-    let mut stores = String::new();
-    // Writing to a String cannot fail.
-    for (i, t) in others.iter().enumerate() {
-        let at = first + i * step;
-        let constant = if i < outs { "" } else { "const " };
-        // No result shares elements with another operand: loads of the next element need not wait for a store.
-        let _ = write!(operands, ", {constant}__global {t}_t* restrict p{i}");
-        let _ = write!(starts, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
-        let element = format!("at{i} + (i) * p.v[{}] + (j) * p.v[{}]", at + 1, at + 2);
-        if i < outs {
-            let _ = write!(stores, "store_{t}_{compute:?}(p{i}, {element}, y{i}); ");
-        } else {
-            call.push(format!("({c})load_{t}(p{i}, {element})"));
-        }
-    }
-    call.truncate(program.inputs());
-    let mut numbers = first + others.len() * step;
-    let mut defines = String::new();
-    if sums {
-        let _ = write!(operands, ", __global {a}_t* sums");
-        let at = format!("p.v[{numbers}] + (i) * p.v[{}]", numbers + 1);
-        let _ = writeln!(defines, "#define STORE_SUM(i, sum) store_{a}_{compute:?}(sums, {at}, ({c})(sum));");
-        numbers += 2;
-    }
-    if parts {
-        let _ = write!(operands, ", __global {acc}* partial, volatile __global uint* arrived");
-        for (i, name) in ["PART_DEPTH", "PARTS", "FIRST_PARTIAL", "FIRST_ARRIVED"].iter().enumerate() {
-            let _ = writeln!(defines, "#define {name} p.v[{}]", numbers + i);
-        }
-        numbers += 4;
-    }
-    if let Variant::Panel { .. } = variant {
-        let convert = if a == DType::F16 { "#define CONVERT_A\n" } else { "" };
-        let _ = writeln!(defines, "#define HEIGHT p.v[{numbers}]\n{convert}");
-        numbers += 1;
-    }
-    for i in 0..program.scalars() {
-        let _ = write!(operands, ", const {c} s{i}");
-        call.push(format!("s{i}"));
-    }
-    if program.can_fault(compute) {
-        operands.push_str(", __global int* fault");
-        call.push("fault".into());
-    }
-    call.extend((0..outs).map(|i| format!("&y{i}")));
-    let results: Vec<String> = (0..outs).map(|i| format!("y{i}")).collect();
-    if wide > 1 {
-        let each = |f: &dyn Fn(usize, DType) -> String| -> String {
-            others[..outs].iter().enumerate().map(|(i, &t)| f(i, t)).collect()
-        };
-        let buffers = each(&|i, t| format!("{t}_t b{i}[WIDE]; "));
-        let rounded = each(&|i, t| format!("b{i}[u] = to_{t}_{compute:?}(y{i}); "));
-        let stored = each(&|i, t| {
-            let (raw, at) = (t.cl_storage(), first + i * step);
-            let place = format!("at{i} + (row_) * p.v[{}] + (col_)", at + 1);
-            format!("*(__global {raw}{wide}*)(p{i} + {place}) = vload{wide}(0, b{i}); ")
-        });
-        let _ = writeln!(
-            defines,
-            "#define WIDE {wide}\n#define FINISH_WIDE(row_, col_, values) {{ {buffers}_Pragma(\"unroll\") \
-             for (uint u = 0; u < WIDE; u++) {{ const long i = row_, j = (col_) + u; const {c} value = values[u]; \
-             {c} {}; epilogue({}); {rounded}}} {stored}}}",
-            results.join(", "),
-            call.join(", "),
-        );
-    }
-    let halves = matches!(others[0], DType::F16 | DType::BF16);
-    if matches!(variant, Variant::Mma(mma) if mma.rounds()) && wide == 8 && halves && !parts && is_product(program) {
-        let at = format!("at0 + (row_) * p.v[{}] + (col_)", first + 1);
-        let _ = writeln!(defines, "#define ROUNDED \"{}\"\n#define RESULT_AT(row_, col_) (p0 + {at})", others[0]);
-    }
-    format!(
-        "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {numbers}\n{}\
-         {defines}#define OPERANDS {operands}\n#define OPERAND_OFFSETS(z) {starts}\n\
-         #define FINISH(i, j, value) {{ {c} {}; epilogue({}); {stores}}}\n{}\n{TEMPLATE}{}",
-        variant.defines(),
-        results.join(", "),
-        call.join(", "),
-        program.emit(compute, "epilogue"),
-        match variant {
-            Variant::Mma(_) => gemm_mma::TEMPLATE,
-            Variant::Thin(_) => gemm_thin::TEMPLATE,
-            _ => "",
-        },
-    )
 }

@@ -10,6 +10,7 @@ pub(crate) const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/rounded.cl"),
     include_str!("../../../kernels/mma.cl"),
     include_str!("../../../kernels/gemm_tiles.cl"),
+    include_str!("../../../kernels/windows_mma.cl"),
     include_str!("../../../kernels/gemm_mma.cl")
 );
 
@@ -46,6 +47,12 @@ const HALF: [Tile; 6] = [
     mma_tile(128, 128, 32, (2, 2), 4),
     mma_tile(64, 64, 64, (2, 2), 4),
 ];
+/// Of halves, where 128 rows would be mostly empty: windows, whose images are large.
+const FEW_ROWS: [Tile; 3] = [
+    Tile { m: 64, warps: (4, 1), ..wgmma_tile(256, 64, 4) },
+    Tile { m: 64, warps: (4, 1), ..wgmma_tile(128, 64, 4) },
+    mma_tile(64, 64, 64, (2, 2), 4),
+];
 const SINGLE: [Tile; 5] = [
     wgmma_tile(128, 32, 3),
     wgmma_tile(64, 32, 4),
@@ -62,6 +69,8 @@ pub(crate) struct Mma {
     tile: Tile,
     a: Side,
     b: Side,
+    /// Whether the right matrix is read where windows have its elements: see `kernels/windows_mma.cl`.
+    pub(crate) windows: bool,
 }
 
 /// How a matrix lies in memory: whether along k, and the bytes that may be copied at once.
@@ -130,14 +139,40 @@ impl Mma {
         };
         let a_side = side(&plan.a, a.first, plan.a.col, plan.a.row)?;
         let b_side = side(&plan.b, b.first, plan.b.row, plan.b.col)?;
-        let cores = cores();
-        let made = tiles.iter().map(|&tile| Mma { dtype: a.dtype, planes, tile, a: a_side, b: b_side });
+        let made = Mma { dtype: a.dtype, planes, tile: tiles[0], a: a_side, b: b_side, windows: false };
+        made.with_tile(tiles, plan, units, cores())
+    }
+
+    /// The kernel whose right matrix is windows, along k or across it, and whose left matrix lies the same way. Lines are whole
+    /// pieces of 16 bytes.
+    pub(crate) fn of_windows(
+        plan: &GemmPlan,
+        dtype: DType,
+        along_k: bool,
+        units: usize,
+        cores: impl FnOnce() -> TensorCores,
+    ) -> Option<Mma> {
+        let (tiles, planes, depth): (&[Tile], _, _) = match dtype {
+            DType::F16 | DType::BF16 if plan.m <= 64 => (&FEW_ROWS, 1, 32),
+            DType::F16 | DType::BF16 => (&HALF, 1, 32),
+            DType::F32 => (&SINGLE, precision::planes(), 128),
+            _ => return None,
+        };
+        if plan.k < depth || plan.k > i32::MAX as usize || plan.m.min(plan.n) < MIN_SIDE.0 {
+            return None;
+        }
+        let side = Side { along_k, copy: 16 };
+        Mma { dtype, planes, tile: tiles[0], a: side, b: side, windows: true }.with_tile(tiles, plan, units, cores())
+    }
+
+    /// With the largest tile that occupies the device; else with the one that takes the least time, with parts.
+    fn with_tile(self, tiles: &[Tile], plan: &GemmPlan, units: usize, cores: TensorCores) -> Option<Mma> {
+        let made = tiles.iter().map(|&tile| Mma { tile, ..self });
         let usable = made.filter(|mma: &Mma| mma.local_memory() <= cores.local && (cores.wgmma || !mma.tile.wgmma));
-        // The largest that occupies the device; else the one that takes the least time, with parts.
         let timed = || usable.clone().map(|mma| (mma.best(plan, units).1, mma));
         let quickest = || timed().min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, mma)| mma);
         let chosen = usable.clone().find(|mma| mma.is_busy(plan, units)).or_else(quickest)?;
-        (chosen.tiles(plan) <= fits).then_some(chosen)
+        (chosen.tiles(plan) <= i32::MAX as usize).then_some(chosen)
     }
 
     fn tiles(&self, plan: &GemmPlan) -> usize {
@@ -216,7 +251,7 @@ impl Mma {
     pub(crate) fn key(self) -> usize {
         let Tile { m, n, k, wgmma, .. } = self.tile;
         let side = |s: Side| (s.copy / 4) << 1 | s.along_k as usize;
-        [wgmma as usize, k / 16, n / 16, m / 16, self.planes, side(self.a), side(self.b)]
+        [wgmma as usize | (self.windows as usize) << 1, k / 16, n / 16, m / 16, self.planes, side(self.a), side(self.b)]
             .into_iter()
             .fold(0, |key, x| key << 5 | x)
     }
@@ -330,11 +365,12 @@ mod tests {
     #[test]
     fn kernels_have_different_keys() {
         let mut keys = Vec::new();
-        for (tiles, planes) in [(&HALF[..], 1), (&SINGLE[..], 2), (&SINGLE[..], 3)] {
+        for (tiles, planes) in [(&HALF[..], 1), (&FEW_ROWS[..2], 1), (&SINGLE[..], 2), (&SINGLE[..], 3)] {
             let sides = [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| Side { along_k, copy }));
             for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
                 let b = Side { along_k: !a.along_k, copy: 16 };
-                keys.push(Mma { dtype: DType::F16, planes, tile, a, b }.key());
+                let of = |windows| Mma { dtype: DType::F16, planes, tile, a, b, windows }.key();
+                keys.extend([true, false].map(of));
             }
         }
         let count = keys.len();

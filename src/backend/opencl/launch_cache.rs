@@ -36,6 +36,7 @@ pub(crate) enum OpKind {
     Gather,
     Scatter,
     Gemm,
+    ImplicitGemm,
     Attention,
     AttentionBackward,
 }

@@ -12,6 +12,7 @@ pub(crate) mod gemm_panel;
 pub(crate) mod gemm_thin;
 pub(crate) mod geometry;
 pub(crate) mod image;
+pub(crate) mod implicit_gemm;
 pub(crate) mod interpolate;
 pub(crate) mod join;
 pub(crate) mod kernels;
@@ -38,6 +39,7 @@ mod device_tests;
 
 use crate::backend::Backend;
 use crate::backend::opencl::depthwise::Depthwise;
+use crate::backend::opencl::implicit_gemm::ImplicitGemm;
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::{
     Attended, Blocking, Chosen, Combine, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
@@ -91,11 +93,14 @@ impl Backend for OpenCl {
         has_variance() -> bool = true;
         variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
             norm::variance(rows, out, freedom, root);
-        convolution(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize, _single: bool)
+        convolution(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool)
             -> Option<Box<dyn Convolution>> =
             match image::convolves(x) {
                 true => None,
-                false => Depthwise::new(windows, x, weight, groups).map(|made| Box::new(made) as _),
+                false => match Depthwise::new(windows, x, weight, groups) {
+                    Some(made) => Some(Box::new(made)),
+                    None => ImplicitGemm::new(windows, x, weight, groups, single).map(|made| Box::new(made) as _),
+                },
             };
         forward_convolution(
             windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize

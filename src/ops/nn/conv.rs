@@ -334,10 +334,18 @@ impl ConvProblem {
     ) -> Result<Tensor> {
         let out = match self.transposed {
             _ if autograd::is_gradients_only() => self.uncomputed(x, weight)?,
-            true => direct.images(x, weight, bias)?,
+            true => self.images(&*direct, x, weight, bias)?,
             false => direct.windows(x, weight, bias)?,
         };
         Ok(self.recorded(out, direct, x, weight, bias))
+    }
+
+    /// The transposed convolution of windows, not recorded.
+    fn images(self, direct: &dyn Convolution, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        match direct.makes_images() {
+            true => direct.images(y, weight, bias),
+            false => ByColumns(self).images(&y.detach(), weight, bias.map(Tensor::detach).as_ref()),
+        }
     }
 
     /// Memory in the place of a result that nobody reads.
@@ -383,7 +391,7 @@ impl ConvProblem {
             gradients.push(match (ctx.needs(0), transposed) {
                 (false, _) => None,
                 (true, true) => Some(direct.windows(&grad, weight, None)?),
-                (true, false) => Some(direct.images(&grad, weight, None)?),
+                (true, false) => Some(self.images(&*direct, &grad, weight, None)?),
             });
             gradients.push(None);
             if let Some(x) = x.filter(|_| ctx.needs(1)) {

@@ -1,0 +1,61 @@
+// Channels-last copies of images, for products that read windows of them: the channels of each group in one piece, filled up with
+// zeros to whole pieces of 16 bytes, and zeros around the image.
+//
+// Written in front: V, bits of an element, EACH, how many have 16 bytes, and TILE, places that a work-group copies CHANNELS channels
+// of. It reads them along the rows of the image and writes them along the channels; with CONTIGUOUS, where channels are next to each
+// other, it reads them along these.
+
+typedef struct {
+    int rows, cols, before, left; // of the copy, and of them those before the image's first
+    int image_rows, image_cols;
+    int groups, channels, filled; // of a group: those of the image, and with zeros
+    int unused;
+    long from[5]; // strides of the image, in elements: images, groups, channels, rows, columns
+    long to[3];   // of the copy: images, groups, places
+} sizes;
+
+#define GROUP 256
+#define PIECES (CHANNELS / EACH)
+
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1)))
+void channels_last(const __global V* restrict from, const ulong first, __global uint4* restrict to, const ulong first_to, const sizes s)
+{
+    // Two elements apart from a power of two, so that a column of it lies in different banks.
+    __local V tile[CHANNELS][TILE + 2];
+    const uint t = get_local_id(0), places = (uint)s.rows * s.cols;
+    const uint tiles = (places + TILE - 1) / TILE, blocks = ((uint)s.filled + CHANNELS - 1) / CHANNELS;
+    uint index = get_group_id(0);
+    const uint place = index % tiles * TILE;
+    index /= tiles;
+    const uint channel = index % blocks * CHANNELS;
+    index /= blocks;
+    const uint group = index % s.groups;
+    const long image = index / s.groups;
+    from += first + image * s.from[0] + group * s.from[1];
+    to += first_to / EACH + (image * s.to[0] + group * s.to[1]) / EACH;
+
+    V got[CHANNELS * TILE / GROUP];
+    #pragma unroll
+    for (uint e = 0; e < CHANNELS * TILE / GROUP; e++) {
+        const uint i = t + e * GROUP;
+#ifdef CONTIGUOUS
+        const uint c = i % CHANNELS, at = i / CHANNELS;
+#else
+        const uint c = i / TILE, at = i % TILE;
+#endif
+        const int row = (int)((place + at) / s.cols) - s.before, col = (int)((place + at) % s.cols) - s.left;
+        const bool inside = channel + c < s.channels && (uint)row < s.image_rows && (uint)col < s.image_cols;
+        got[e] = inside ? from[(channel + c) * s.from[2] + row * s.from[3] + col * s.from[4]] : 0;
+        tile[c][at] = got[e];
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint i = t; i < TILE * PIECES; i += GROUP) {
+        const uint piece = i % PIECES, at = i / PIECES;
+        V v[EACH] __attribute__((aligned(16)));
+        #pragma unroll
+        for (uint u = 0; u < EACH; u++) v[u] = tile[piece * EACH + u][at];
+        if (place + at < places && channel + piece * EACH < s.filled) {
+            to[((place + at) * s.to[2] + channel) / EACH + piece] = *(uint4*)v;
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! The source of a product's kernel: `kernels/gemm.cl` and what is written in front of it.
+
+use std::fmt::Write;
+
+use crate::backend::opencl::gemm::Variant;
+use crate::backend::opencl::{gemm_mma, gemm_thin, implicit_gemm};
+use crate::expr::Expr;
+use crate::expr::program::Program;
+use crate::{Compute, DType};
+
+const TEMPLATE: &str = include_str!("../../../../kernels/gemm.cl");
+
+/// Whether the epilogue leaves the product as it is.
+fn is_product(program: &Program) -> bool {
+    program.exprs() == [Expr::input(0)]
+}
+
+/// What a kernel is made for, besides types.
+pub(super) struct Extent {
+    /// Dimensions before the last two.
+    pub(super) batch: usize,
+    /// Results; the other operands are extras.
+    pub(super) outs: usize,
+    pub(super) sums: bool,
+    pub(super) parts: bool,
+    /// Results that are stored at once.
+    pub(super) wide: usize,
+}
+
+/// What comes before the template: types, sizes, and the epilogue with its operands.
+pub(super) fn source(
+    program: &Program,
+    compute: Compute,
+    variant: Variant,
+    Extent { batch, outs, sums, parts, wide }: Extent,
+    [a, b]: [DType; 2],
+    others: &[DType],
+) -> String {
+    let c = compute.cl_name();
+    let acc = if compute == Compute::I64 { "ulong" } else { c };
+    let (first, step) = (9 + 3 * batch, 3 + batch);
+    let windows = matches!(variant, Variant::Mma(mma) if mma.windows);
+    let column = if windows { "COLUMN(col_)" } else { "(col_)" };
+    let mut operands = String::new();
+    let mut starts = String::new();
+    let mut call: Vec<String> = vec![format!("({c})(value)")];
+    let mut stores = String::new();
+    // Writing to a String cannot fail.
+    for (i, t) in others.iter().enumerate() {
+        let at = first + i * step;
+        let constant = if i < outs { "" } else { "const " };
+        // No result shares elements with another operand: loads of the next element need not wait for a store.
+        let _ = write!(operands, ", {constant}__global {t}_t* restrict p{i}");
+        let _ = write!(starts, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
+        let row = format!("at{i} + (i) * p.v[{}]", at + 1);
+        if i < outs && windows {
+            let _ = write!(stores, "if (IS_COLUMN(j)) store_{t}_{compute:?}(p{i}, {row} + COLUMN(j), y{i}); ");
+        } else if i < outs {
+            let _ = write!(stores, "store_{t}_{compute:?}(p{i}, {row} + (j) * p.v[{}], y{i}); ", at + 2);
+        } else {
+            call.push(format!("({c})load_{t}(p{i}, {row} + (j) * p.v[{}])", at + 2));
+        }
+    }
+    call.truncate(program.inputs());
+    let mut numbers = first + others.len() * step;
+    let mut defines = String::new();
+    if sums {
+        let _ = write!(operands, ", __global {a}_t* sums");
+        let at = format!("p.v[{numbers}] + (i) * p.v[{}]", numbers + 1);
+        let _ = writeln!(defines, "#define STORE_SUM(i, sum) store_{a}_{compute:?}(sums, {at}, ({c})(sum));");
+        numbers += 2;
+    }
+    if parts {
+        let _ = write!(operands, ", __global {acc}* partial, volatile __global uint* arrived");
+        for (i, name) in ["PART_DEPTH", "PARTS", "FIRST_PARTIAL", "FIRST_ARRIVED"].iter().enumerate() {
+            let _ = writeln!(defines, "#define {name} p.v[{}]", numbers + i);
+        }
+        numbers += 4;
+    }
+    if let Variant::Panel { .. } = variant {
+        let convert = if a == DType::F16 { "#define CONVERT_A\n" } else { "" };
+        let _ = writeln!(defines, "#define HEIGHT p.v[{numbers}]\n{convert}");
+        numbers += 1;
+    }
+    if windows {
+        let _ = writeln!(defines, "#define WINDOWS {numbers}");
+        numbers += implicit_gemm::NUMBERS;
+    }
+    for i in 0..program.scalars() {
+        let _ = write!(operands, ", const {c} s{i}");
+        call.push(format!("s{i}"));
+    }
+    if program.can_fault(compute) {
+        operands.push_str(", __global int* fault");
+        call.push("fault".into());
+    }
+    call.extend((0..outs).map(|i| format!("&y{i}")));
+    let results: Vec<String> = (0..outs).map(|i| format!("y{i}")).collect();
+    if wide > 1 {
+        let each = |f: &dyn Fn(usize, DType) -> String| -> String {
+            others[..outs].iter().enumerate().map(|(i, &t)| f(i, t)).collect()
+        };
+        let buffers = each(&|i, t| format!("{t}_t b{i}[WIDE]; "));
+        let rounded = each(&|i, t| format!("b{i}[u] = to_{t}_{compute:?}(y{i}); "));
+        let stored = each(&|i, t| {
+            let (raw, at) = (t.cl_storage(), first + i * step);
+            let place = format!("at{i} + (row_) * p.v[{}] + {column}", at + 1);
+            format!("*(__global {raw}{wide}*)(p{i} + {place}) = vload{wide}(0, b{i}); ")
+        });
+        let _ = writeln!(
+            defines,
+            "#define WIDE {wide}\n#define FINISH_WIDE(row_, col_, values) {{ {buffers}_Pragma(\"unroll\") \
+             for (uint u = 0; u < WIDE; u++) {{ const long i = row_, j = (col_) + u; const {c} value = values[u]; \
+             {c} {}; epilogue({}); {rounded}}} {stored}}}",
+            results.join(", "),
+            call.join(", "),
+        );
+    }
+    let halves = matches!(others[0], DType::F16 | DType::BF16);
+    if matches!(variant, Variant::Mma(mma) if mma.rounds()) && wide == 8 && halves && !parts && is_product(program) {
+        let at = format!("at0 + (row_) * p.v[{}] + {column}", first + 1);
+        let _ = writeln!(defines, "#define ROUNDED \"{}\"\n#define RESULT_AT(row_, col_) (p0 + {at})", others[0]);
+    }
+    format!(
+        "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {numbers}\n{}\
+         {defines}#define OPERANDS {operands}\n#define OPERAND_OFFSETS(z) {starts}\n\
+         #define FINISH(i, j, value) {{ {c} {}; epilogue({}); {stores}}}\n{}\n{TEMPLATE}{}",
+        variant.defines(),
+        results.join(", "),
+        call.join(", "),
+        program.emit(compute, "epilogue"),
+        match variant {
+            #[cfg(test)]
+            Variant::Mma(mma) if mma.windows && implicit_gemm::tests::PRETEND.get().is_some() =>
+                implicit_gemm::tests::STAND_IN,
+            Variant::Mma(_) => gemm_mma::TEMPLATE,
+            Variant::Thin(_) => gemm_thin::TEMPLATE,
+            _ => "",
+        },
+    )
+}

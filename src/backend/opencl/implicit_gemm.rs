@@ -1,0 +1,372 @@
+//! Convolutions on tensor cores as products of the weight and of windows that are not in memory: implicit GEMM. A kernel of
+//! `kernels/gemm_mma.cl` reads the elements of windows from a channels-last copy of the images, with their padding
+//! (`kernels/channels_last.cl`); the other gradients are such products too.
+
+#[cfg(test)]
+pub(crate) mod tests;
+
+use std::slice;
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::gemm::{Chosen, Variant};
+use crate::backend::opencl::gemm_mma::Mma;
+use crate::backend::opencl::geometry::{bits_type, flag};
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_cache::{Key, OpKind};
+use crate::backend::opencl::{launch_cache, window};
+use crate::backend::problem::conv::Convolution;
+use crate::backend::problem::gemm::{BIASED, GemmOperand, GemmPlan, PRODUCT};
+use crate::backend::problem::map::Params;
+use crate::backend::problem::windows::{Windows, four};
+use crate::backend::written;
+use crate::device::opencl::{Arg, ClDevice};
+use crate::tensor::Dims;
+use crate::{DType, Error, Result, Tensor};
+
+const TEMPLATE: &str = include_str!("../../../kernels/channels_last.cl");
+
+/// Sizes of windows that the kernel is given.
+pub(crate) const NUMBERS: usize = 11;
+
+/// Bytes that are copied at once: channels are filled up to as many.
+const PIECE: usize = 16;
+/// Work-items of a group that copies, channels of its tile, and places, of which there may be few.
+const GROUP: usize = 256;
+const CHANNELS: usize = 64;
+const PLACES: [usize; 2] = [64, 16];
+
+/// The most that filling channels up may make of them, as a multiple; beyond that columns are smaller.
+const FILLED: usize = 3;
+
+/// The convolution of some windows, and the kernels of the forward pass and of the gradients.
+pub(crate) struct ImplicitGemm {
+    windows: Windows,
+    groups: usize,
+    forward: Mma,
+    /// None where columns are better.
+    images: Option<Mma>,
+    weight: Mma,
+}
+
+/// Images, `[N, groups, channels, rows, columns]`, as they are found: elements after the first of their tensor, and strides.
+#[derive(Clone, Copy)]
+struct Found {
+    skip: isize,
+    dims: [usize; 5],
+    strides: [isize; 5],
+}
+
+/// Images whose channels are next to each other, those of a group in whole pieces of 16 bytes.
+struct ChannelsLast {
+    tensor: Tensor,
+    /// Of a group.
+    channels: usize,
+    /// Elements from one image, row and place to the next.
+    image: usize,
+    row: usize,
+    place: usize,
+}
+
+/// Where windows lie in images that have their padding.
+#[derive(Clone, Copy)]
+struct Steps {
+    kernel: [usize; 2],
+    grid: [usize; 2],
+    stride: [usize; 2],
+    dilation: [usize; 2],
+}
+
+impl Found {
+    /// `[N, groups * channels, rows, columns]`.
+    fn images(t: &Tensor, groups: usize) -> Found {
+        let ([n, c, rows, columns], s) = (four(t), t.strides());
+        let each = c / groups;
+        Found {
+            skip: 0,
+            dims: [n, groups, each, rows, columns],
+            strides: [s[0], s[1] * each as isize, s[1], s[2], s[3]],
+        }
+    }
+
+    /// The places of them that windows of a single element see.
+    fn seen(mut self, w: &Windows) -> Found {
+        for d in 0..2 {
+            self.strides[3 + d] *= w.stride[d] as isize;
+            self.dims[3 + d] = w.grid[d];
+        }
+        self
+    }
+
+    /// A weight `[groups * rows, channels, kernel]`, each row an image.
+    fn weight(t: &Tensor, groups: usize) -> Found {
+        let ([outer, c, kh, kw], s) = (four(t), t.strides());
+        let rows = outer / groups;
+        Found { skip: 0, dims: [rows, groups, c, kh, kw], strides: [s[0], s[0] * rows as isize, s[1], s[2], s[3]] }
+    }
+
+    /// The weight that the gradient of images is multiplied by: rows and channels change places, and taps go backwards.
+    fn reversed(self) -> Found {
+        let Found { dims: [rows, groups, c, kh, kw], strides: [row, group, channel, down, right], .. } = self;
+        let skip = down * (kh as isize - 1) + right * (kw as isize - 1);
+        Found { skip, dims: [c, groups, rows, kh, kw], strides: [channel, group, row, -down, -right] }
+    }
+
+    /// Whether products can read it where it lies: as it is, in pieces of 16 bytes.
+    fn is_channels_last(&self, t: &Tensor) -> bool {
+        let Found { skip, dims: [n, groups, each, rows, columns], strides: [image, group, channel, row, place] } =
+            *self;
+        let piece = PIECE / t.dtype.size();
+        let in_pieces =
+            |count: usize, stride: isize| count == 1 || stride > 0 && (stride as usize).is_multiple_of(piece);
+        (channel == 1 || each == 1)
+            && each.is_multiple_of(piece)
+            && (groups == 1 || group == each as isize)
+            && skip == 0
+            && t.layout.offset.is_multiple_of(piece)
+            && [(n, image), (rows, row), (columns, place)].into_iter().all(|(count, stride)| in_pieces(count, stride))
+            && (rows == 1 || columns == 1 || row == columns as isize * place)
+            && (n == 1 || rows * columns == 1 || image == (rows * columns) as isize * place)
+    }
+}
+
+/// `[N, size, groups, channels]` of images, with so many zeros before the first row and column, or more of them cut off.
+fn channels_last(t: &Tensor, found: Found, before: [isize; 2], size: [usize; 2]) -> Result<ChannelsLast> {
+    let [n, groups, each, rows, columns] = found.dims;
+    if before == [0, 0] && size == [rows, columns] && found.is_channels_last(t) {
+        let [image, _, _, row, place] = found.strides.map(isize::unsigned_abs);
+        return Ok(ChannelsLast { tensor: t.shallow_clone(), channels: each, image, row, place });
+    }
+    let channels = each.next_multiple_of(PIECE / t.dtype.size());
+    let place = groups * channels;
+    let (row, image) = (size[1] * place, size[0] * size[1] * place);
+    let tensor = Tensor::empty_like_shape([n, size[0], size[1], place], t.dtype, t.device())?;
+    copy(t, found, before, size, &tensor, [image, channels, place])?;
+    Ok(ChannelsLast { tensor, channels, image, row, place })
+}
+
+/// `[groups, rows, kernel, channels]` of a weight.
+fn matrices(weight: &Tensor, found: Found) -> Result<Tensor> {
+    let [rows, groups, each, kh, kw] = found.dims;
+    let channels = each.next_multiple_of(PIECE / weight.dtype.size());
+    let tensor = Tensor::empty_like_shape([groups, rows, kh * kw, channels], weight.dtype, weight.device())?;
+    let row = kh * kw * channels;
+    copy(weight, found, [0, 0], [kh, kw], &tensor, [row, rows * row, channels])?;
+    Ok(tensor)
+}
+
+/// The launch of `kernels/channels_last.cl`; `to` are the strides of the copy: of images, groups and places.
+fn copy(t: &Tensor, found: Found, before: [isize; 2], size: [usize; 2], out: &Tensor, to: [usize; 3]) -> Result<()> {
+    let (device, bytes) = (t.cl_device()?, t.dtype.size());
+    let [n, groups, each, rows, columns] = found.dims;
+    let (piece, filled) = (PIECE / bytes, each.next_multiple_of(PIECE / bytes));
+    let (places, contiguous) = (size[0] * size[1], found.strides[2] == 1 && each > 1);
+    let channels = filled.next_power_of_two().min(CHANNELS);
+    let tile = if places < PLACES[0] { PLACES[1] } else { PLACES[0] };
+    // A work-item has something to read at least.
+    let tile = tile.max(GROUP / channels);
+    let params = [bytes, channels, tile, contiguous as usize].map(|n| n as u64);
+    let kernel = kernel(device, KernelKey::new("channels_last", &params), "channels_last", || {
+        let contiguous = flag(contiguous, "CONTIGUOUS");
+        format!(
+            "#define V {}\n#define EACH {piece}\n#define CHANNELS {channels}\n#define TILE {tile}\n{contiguous}{TEMPLATE}",
+            bits_type(bytes)
+        )
+    })?;
+    let numbers = [size[0] as isize, size[1] as isize, before[0], before[1]].into_iter();
+    let numbers = numbers.chain([rows, columns, groups, each, filled, 0].map(|n| n as isize)).map(|n| n as i32);
+    let mut words: SmallVec<[i32; 32]> = numbers.collect();
+    let strides = found.strides.into_iter().chain(to.map(|n| n as isize)).map(|n| n as i64);
+    words.extend(strides.flat_map(|n| bytemuck::cast::<i64, [i32; 2]>(n)));
+    let (from, into) = (t.device_view()?, out.device_view()?);
+    let first = from.first_element().wrapping_add_signed(found.skip) as u64;
+    let args = [from.buffer(), Arg::U64(first), into.buffer(), into.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
+    let items = places.div_ceil(tile) * filled.div_ceil(channels) * groups * n;
+    device.launch(&kernel, &args, &[items * GROUP], &[GROUP])
+}
+
+/// `groups` products `[m, n, k]`; of the matrices and the result the steps along rows, columns and groups.
+fn plan([m, n, k]: [usize; 3], groups: usize, steps: [[usize; 3]; 3]) -> GemmPlan {
+    let batch: Dims = (groups > 1).then_some(groups).into_iter().collect();
+    let [a, b, out] = steps.map(|[row, col, group]| GemmOperand {
+        row: row as isize,
+        col: col as isize,
+        batch: batch.iter().map(|_| group as isize).collect(),
+    });
+    GemmPlan { batch, m, n, k, a, b, others: SmallVec::from_iter([out]) }
+}
+
+impl ImplicitGemm {
+    /// None where other kernels or columns are better, or there are no tensor cores.
+    pub(crate) fn new(w: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool) -> Option<ImplicitGemm> {
+        let ([n, ..], [outer, inner, kh, kw]) = (four(x), four(weight));
+        let (dtype, size) = (x.dtype, x.dtype.size());
+        // Images that are their own columns need no copy, unless nothing can be copied from where their rows begin.
+        let rows_begin_well = (w.image[0] * w.image[1] * size).is_multiple_of(4);
+        if x.numel() * weight.numel() == 0
+            || single && rows_begin_well
+            || !matches!(size, 2 | 4)
+            || !window::is_near(&w)
+        {
+            return None;
+        }
+        let outer = outer / groups;
+        let [o, c] = [outer, inner].map(|channels| channels.next_multiple_of(PIECE / size));
+        // Places in the copies, in bytes, are counted in 32 bits.
+        let along = |d: usize| w.image[d] + w.padding[d] + w.behind[d] + 2 * w.dilation[d] * w.kernel[d];
+        let bytes = [n, groups, o.max(c), along(0), along(1), size].into_iter().try_fold(1, usize::checked_mul)?;
+        if o > FILLED * outer || c > FILLED * inner || bytes >= 1 << 31 {
+            return None;
+        }
+        let device = x.cl_device().ok()?;
+        let (image, grid) = (w.image[0] * w.image[1], w.grid[0] * w.grid[1]);
+        let choose = |sizes, along_k| choose(&plan(sizes, groups, [[0; 3]; 3]), dtype, along_k, device);
+        Some(ImplicitGemm {
+            windows: w,
+            groups,
+            forward: choose([outer, n * grid, kh * kw * c], true)?,
+            weight: choose([outer, kh * kw * c, n * grid], false)?,
+            images: if w.stride == [1, 1] { choose([inner, n * image, kh * kw * o], true) } else { None },
+        })
+    }
+
+    /// Images that windows are read from, and where these lie in them.
+    fn padded(&self, x: &Tensor) -> Result<(ChannelsLast, Steps)> {
+        let w = self.windows;
+        let found = Found::images(x, self.groups);
+        let (kernel, grid, dilation) = (w.kernel, w.grid, w.dilation);
+        if kernel == [1, 1] && w.padding == [0, 0] {
+            let steps = Steps { kernel, grid, stride: [1, 1], dilation };
+            return Ok((channels_last(x, found.seen(&w), [0, 0], grid)?, steps));
+        }
+        let size = [0, 1].map(|d| w.padding[d] + w.image[d] + w.behind[d]);
+        let images = channels_last(x, found, w.padding.map(|p| p as isize), size)?;
+        Ok((images, Steps { kernel, grid, stride: w.stride, dilation }))
+    }
+
+    /// Each group of matrices `[groups, rows, kernel, channels]` times the windows of its channels, plus a bias: `[N, groups * rows, grid]`.
+    fn multiply(
+        &self,
+        mma: Mma,
+        matrices: &Tensor,
+        (images, steps): (ChannelsLast, Steps),
+        n: usize,
+        bias: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let ([groups, rows, taps, channels], [height, width]) = (four(matrices), steps.grid);
+        let (places, k) = (height * width, taps * channels);
+        let out = Tensor::empty_like_shape([n, groups * rows, height, width], matrices.dtype, matrices.device())?;
+        let lie = [[k, 1, rows * k], [1, 0, channels], [places, 1, rows * places]];
+        let mut plan = plan([rows, n * places, k], groups, lie);
+        if let Some(bias) = bias {
+            let row = bias.strides()[0];
+            plan.others.push(GemmOperand {
+                row,
+                col: 0,
+                batch: plan.batch.iter().map(|_| row * rows as isize).collect(),
+            });
+        }
+        let tensors: SmallVec<[&Tensor; 4]> = [matrices, &images.tensor, &out].into_iter().chain(bias).collect();
+        launch(mma, plan, &tensors, &images, steps, [(groups * rows - 1) * places, 0])?;
+        drop(tensors);
+        Ok(written(out))
+    }
+}
+
+fn choose(plan: &GemmPlan, dtype: DType, along_k: bool, device: &'static ClDevice) -> Option<Mma> {
+    let cores = || device.tensor_cores();
+    #[cfg(test)]
+    let cores = || tests::PRETEND.get().unwrap_or_else(cores);
+    Mma::of_windows(plan, dtype, along_k, device.info().compute_units, cores)
+}
+
+/// The product of `tensors`, the left matrix, images, the result and perhaps a bias.
+fn launch(
+    mma: Mma,
+    plan: GemmPlan,
+    tensors: &[&Tensor],
+    images: &ChannelsLast,
+    steps: Steps,
+    after: [usize; 2],
+) -> Result<()> {
+    let Steps { kernel, grid, stride, dilation } = steps;
+    let &ChannelsLast { channels, image, row, place, .. } = images;
+    let windows: [usize; NUMBERS] = [
+        channels,
+        kernel[1],
+        dilation[1] * place,
+        dilation[0] * row,
+        grid[0] * grid[1],
+        grid[1],
+        stride[1] * place,
+        stride[0] * row,
+        image,
+        after[0],
+        after[1],
+    ];
+    let device = tensors[0].cl_device()?;
+    let epilogue = slice::from_ref(if tensors.len() > 3 { &*BIASED } else { &*PRODUCT });
+    let numbers: SmallVec<[u64; 16]> =
+        [mma.key(), plan.m, plan.n, plan.k].iter().chain(&windows).map(|&n| n as u64).collect();
+    let key =
+        Key { of: OpKind::ImplicitGemm, device: tensors[0].device(), numbers: &numbers, exprs: epilogue, tensors };
+    let compute = tensors[0].dtype.compute();
+    let prepare = || {
+        let (plan, variant) = (plan.clone(), Variant::Mma(mma));
+        Chosen {
+            plan,
+            variant,
+            order: [0, 1],
+            operands: tensors,
+            outs: 1,
+            epilogue,
+            compute,
+            sums: None,
+            asked: false,
+            windows: &windows,
+        }
+        .prepare(device)
+    };
+    launch_cache::launch(&key, Params::default(), prepare).map(drop)
+}
+
+impl Convolution for ImplicitGemm {
+    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let matrices = matrices(weight, Found::weight(weight, self.groups))?;
+        self.multiply(self.forward, &matrices, self.padded(x)?, four(x)[0], bias)
+    }
+
+    /// Of windows a step apart, a convolution of them: with the padding that brings each element to the windows it is in.
+    fn makes_images(&self) -> bool {
+        self.images.is_some()
+    }
+
+    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let without = || Error::invalid("conv2d", "images are made of columns here");
+        let mma = self.images.ok_or_else(without)?;
+        let Windows { image, kernel, padding, dilation, .. } = self.windows;
+        let reach = [0, 1].map(|d| dilation[d] * (kernel[d] - 1));
+        let before = [0, 1].map(|d| reach[d] as isize - padding[d] as isize);
+        let padded = channels_last(y, Found::images(y, self.groups), before, [0, 1].map(|d| image[d] + reach[d]))?;
+        let matrices = matrices(weight, Found::weight(weight, self.groups).reversed())?;
+        let steps = Steps { kernel, grid: image, stride: [1, 1], dilation };
+        self.multiply(mma, &matrices, (padded, steps), four(y)[0], bias)
+    }
+
+    /// The sum over all places of an element of the windows' gradient times all of the window.
+    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+        let ([n, o, rows, columns], [_, c, ..], groups) = (four(y), four(x), self.groups);
+        let ([kh, kw], inner, outer) = (self.windows.kernel, c / groups, o / groups);
+        let out = match slot {
+            Some(slot) => slot,
+            None => Tensor::empty_like_shape([o, inner, kh, kw], x.dtype, x.device())?,
+        };
+        let left = channels_last(y, Found::images(y, groups), [0, 0], [rows, columns])?;
+        let (images, steps) = self.padded(x)?;
+        let (taps, depth) = (kh * kw, n * rows * columns);
+        let lie = [[1, left.place, left.channels], [0, 0, images.channels], [inner * taps, taps, outer * inner * taps]];
+        let plan = plan([outer, taps * images.channels, depth], groups, lie);
+        launch(self.weight, plan, &[&left.tensor, &images.tensor, &out], &images, steps, [taps, inner])?;
+        Ok(written(out))
+    }
+}

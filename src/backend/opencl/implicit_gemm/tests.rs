@@ -1,0 +1,210 @@
+use std::cell::Cell;
+
+use crate::backend::opencl::implicit_gemm::*;
+use crate::device::DeviceKind;
+use crate::device::opencl::{self, TensorCores};
+use crate::{ConvOptions, ConvTransposeOptions, Device, Padding};
+
+thread_local! {
+    /// Devices are taken to have these tensor cores; what they cannot run, [`STAND_IN`] does.
+    pub(crate) static PRETEND: Cell<Option<TensorCores>> = const { Cell::new(None) };
+}
+
+/// A kernel of the same parameters in OpenCL C: one element after another.
+pub(crate) const STAND_IN: &str = concat!(
+    "
+// Functions that no one calls here have PTX.
+#define asm
+#define volatile(...)
+",
+    include_str!("../../../../kernels/windows_mma.cl"),
+    "
+__kernel void gemm(const __global CAT(A, _t)* a, const __global CAT(B, _t)* b, const params p OPERANDS)
+{
+#ifdef PARTS
+    if (get_group_id(0) % PARTS != 0) return;
+    const long index = get_group_id(0) / PARTS;
+#else
+    const long index = get_group_id(0);
+#endif
+    const long tiles_n = (COLS + TILE_N - 1) / TILE_N, tiles = (ROWS + TILE_M - 1) / TILE_M * tiles_n;
+    const long z = index / tiles, i0 = index % tiles / tiles_n * TILE_M, j0 = index % tiles_n * TILE_N;
+    const long a0 = p.v[3] + batch_offset(p, z, 9 + BATCH), b0 = p.v[6] + batch_offset(p, z, 9 + 2 * BATCH);
+    OPERAND_OFFSETS(z)
+    for (int e = get_local_id(0); e < TILE_M * TILE_N; e += get_local_size(0)) {
+        const long row = i0 + e / TILE_N, col = j0 + e % TILE_N;
+        if (row >= ROWS || col >= COLS) continue;
+        float sum = 0;
+        for (long k = 0; k < DEPTH; k++) {
+            const uint window = B_ALONG_K ? col : k, element = B_ALONG_K ? k : col;
+            const ulong at = window_at(p, window) + (ulong)element_at(p, element / CHANNELS, element % CHANNELS);
+            sum += CAT(load_, A)(a, a0 + row * A_ROW + k * A_COL) * CAT(load_, B)(b, b0 + at / BYTES);
+        }
+        FINISH(row, col, sum)
+    }
+}
+"
+);
+
+/// Small whole numbers, whose sums of products are exact in every dtype.
+fn whole(dims: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor {
+    let value = |i: usize| ((i * 37 + i * i * 11 + seed) % 5) as i64 - 2;
+    let values: Vec<i64> = (0..dims.iter().product()).map(value).collect();
+    Tensor::from_vec(values, dims, device).unwrap().to_dtype(dtype).unwrap()
+}
+
+struct Case {
+    n: usize,
+    /// Of images and of windows, all groups.
+    channels: [usize; 2],
+    image: [usize; 2],
+    kernel: [usize; 2],
+    options: ConvOptions<2>,
+}
+
+impl Case {
+    fn new(n: usize, channels: [usize; 2], image: [usize; 2], kernel: [usize; 2]) -> Case {
+        Case { n, channels, image, kernel, options: ConvOptions::default() }
+    }
+
+    fn with(self, stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2], groups: usize) -> Case {
+        Case { options: ConvOptions { stride, padding: padding.into(), dilation, groups }, ..self }
+    }
+
+    /// The result, and the gradients of images, weight and bias; channels last as the images lie, or not.
+    fn run(&self, device: Device, dtype: DType, last: bool, turned: bool) -> [Vec<f64>; 4] {
+        let Case { n, channels: [c, o], image: [h, w], kernel: [kh, kw], options } = *self;
+        let images = match last {
+            true => whole(&[n, h, w, c], 1, dtype, device).permute(&[0, 3, 1, 2]).unwrap(),
+            false => whole(&[n, c, h, w], 1, dtype, device),
+        };
+        let x = images.requires_grad_(true).unwrap();
+        let (first, second) = if turned { (c, o / options.groups) } else { (o, c / options.groups) };
+        let weight = whole(&[first, second, kh, kw], 2, dtype, device).requires_grad_(true).unwrap();
+        let bias = whole(&[o], 3, dtype, device).requires_grad_(true).unwrap();
+        let y = match turned {
+            false => x.conv2d(&weight, Some(&bias), options),
+            true => {
+                let ConvOptions { stride, padding, dilation, groups } = options;
+                let options = ConvTransposeOptions { stride, padding, dilation, groups, ..Default::default() };
+                x.conv_transpose2d(&weight, Some(&bias), options)
+            }
+        };
+        let y = y.unwrap();
+        y.backward_with(&whole(y.shape().dims(), 4, dtype, device)).unwrap();
+        let read =
+            |t: &Tensor| t.to_dtype(DType::F64).unwrap().to_device(Device::Cpu).unwrap().to_vec::<f64>().unwrap();
+        let [gx, gw, gb] = [&x, &weight, &bias].map(|t| read(&t.grad().unwrap()));
+        [read(&y), gx, gw, gb]
+    }
+}
+
+const OTHER: TensorCores = TensorCores { local: 97 << 10, wgmma: false };
+
+/// Runs `f` with devices that are taken to have tensor cores.
+fn pretending<R>(f: impl FnOnce() -> R) -> R {
+    PRETEND.set(Some(OTHER));
+    let made = f();
+    PRETEND.set(None);
+    made
+}
+
+/// Copies of images and weights, plans and numbers of all three products, with another kernel in the place of the tensor cores'.
+#[test]
+fn convolutions_and_their_gradients() {
+    if opencl::count() == 0 {
+        return;
+    }
+    let (one, none) = ([1, 1], [0, 0]);
+    let cases = [
+        Case::new(2, [16, 24], [5, 7], [3, 3]).with(one, one, one, 1),
+        Case::new(2, [9, 20], [6, 5], [3, 2]).with(one, [2, 0], [1, 2], 1),
+        Case::new(1, [16, 9], [8, 8], [3, 3]).with(one, [3, 3], one, 1), // more padding than the gradient has
+        Case::new(3, [3, 64], [9, 11], [5, 5]).with([2, 2], [2, 2], one, 1),
+        Case::new(2, [40, 32], [7, 8], [3, 3]).with(one, one, one, 2),
+        Case::new(2, [18, 36], [4, 6], [1, 3]).with([1, 2], [0, 1], one, 2),
+        Case::new(2, [72, 80], [7, 7], [1, 1]).with(one, none, one, 1),
+        Case::new(3, [32, 16], [7, 9], [1, 1]).with([2, 3], none, one, 1),
+        Case::new(2, [130, 8], [3, 3], [3, 3]).with(one, one, one, 1),
+    ];
+    let device = Device::OpenCL(0);
+    for (i, case) in cases.iter().enumerate() {
+        for (dtype, last, turned) in [(DType::F16, false, false), (DType::BF16, true, false), (DType::F32, false, true)]
+        {
+            if turned && case.options.groups * 8 > case.channels[1] {
+                continue;
+            }
+            let (want, got) =
+                (case.run(Device::Cpu, dtype, last, turned), pretending(|| case.run(device, dtype, last, turned)));
+            for (k, name) in ["result", "images", "weight", "bias"].iter().enumerate() {
+                assert_eq!(got[k], want[k], "case {i}, {dtype}, channels last {last}, transposed {turned}: {name}");
+            }
+        }
+    }
+}
+
+/// Zeros around images and behind the channels of groups; every order of dims; parts of images.
+#[test]
+fn copies_are_channels_last() {
+    if opencl::count() == 0 {
+        return;
+    }
+    for (dtype, groups, each) in [(DType::F16, 1, 70), (DType::BF16, 2, 9), (DType::F32, 3, 4), (DType::F32, 1, 130)] {
+        let x = whole(&[2, groups * each, 5, 14], 5, dtype, Device::OpenCL(0));
+        let turned = x.permute(&[3, 0, 2, 1]).unwrap().contiguous().unwrap().permute(&[1, 3, 2, 0]).unwrap();
+        for x in [&x, &x.narrow(3, 1, 9).unwrap(), &turned, &x.flip(&[2]).unwrap()] {
+            let [n, _, h, w] = four(x);
+            for (before, size) in [([0, 0], [h, w]), ([2, 1], [h + 3, w + 5]), ([-1, -2], [h, w])] {
+                let ChannelsLast { tensor, channels, .. } =
+                    channels_last(x, Found::images(x, groups), before, size).unwrap();
+                assert_eq!(tensor.shape().dims(), [n, size[0], size[1], groups * channels]);
+                let [from, got] = [x, &tensor].map(|t| t.to_dtype(DType::F64).unwrap().to_ndarray::<f64>().unwrap());
+                for (at, &value) in got.indexed_iter() {
+                    let (place, c) = ([0, 1].map(|d| at[1 + d] as isize - before[d]), at[3] % channels);
+                    let inside = (0..h as isize).contains(&place[0]) && (0..w as isize).contains(&place[1]) && c < each;
+                    let channel = at[3] / channels * each + c;
+                    let want = if inside { from[[at[0], channel, place[0] as usize, place[1] as usize]] } else { 0.0 };
+                    assert_eq!(value, want, "{dtype}, {groups} groups, {before:?}, {size:?}, at {at:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Which convolutions go without columns, and which of their gradients.
+#[test]
+fn what_is_left_to_columns() {
+    if opencl::count() == 0 {
+        return;
+    }
+    let device = Device::OpenCL(0);
+    let of = |case: Case, dtype: DType| {
+        let ([c, o], ConvOptions { stride, dilation, groups, padding }) = (case.channels, case.options);
+        let Padding::Explicit(padding) = padding else { unreachable!("cases give the padding") };
+        let (before, behind) = (padding.map(|p| p.0), padding.map(|p| p.1));
+        let w = Windows::new("conv2d", case.image, case.kernel, [stride, before, behind, dilation]).unwrap();
+        let single = case.kernel == [1, 1] && w.grid == w.image;
+        let [kh, kw] = case.kernel;
+        let (x, weight) = (
+            whole(&[case.n, c, case.image[0], case.image[1]], 1, dtype, device),
+            whole(&[o, c / groups, kh, kw], 2, dtype, device),
+        );
+        pretending(|| ImplicitGemm::new(w, &x, &weight, groups, single)).map(|made| made.makes_images())
+    };
+    let (one, none) = ([1, 1], [0, 0]);
+    let plain = |channels, kernel| Case::new(2, channels, [14, 14], kernel).with(one, none, one, 1);
+    assert_eq!(of(plain([64, 64], [3, 3]), DType::F16), Some(true));
+    assert_eq!(of(plain([64, 64], [3, 3]), DType::F32), Some(true));
+    assert_eq!(of(plain([64, 64], [3, 3]), DType::F64), None);
+    assert_eq!(of(plain([64, 64], [3, 3]).with([2, 2], none, one, 1), DType::F16), Some(false));
+    assert_eq!(of(plain([3, 64], [7, 7]), DType::F16), Some(false));
+    assert_eq!(of(plain([2, 64], [7, 7]), DType::F16), None);
+    assert_eq!(of(plain([64, 2], [3, 3]), DType::F16), None);
+    assert_eq!(of(plain([64, 64], [1, 1]), DType::F16), None);
+    assert_eq!(of(Case { image: [7, 7], ..plain([64, 64], [1, 1]) }, DType::F16), Some(true));
+    let device = Device::OpenCL(0);
+    let (x, weight) = (whole(&[2, 64, 8, 8], 1, DType::F16, device), whole(&[64, 64, 3, 3], 2, DType::F16, device));
+    let w = Windows::new("conv2d", [8, 8], [3, 3], [one, none, none, one]).unwrap();
+    let without = device.info().unwrap().kind == DeviceKind::Cpu;
+    assert_eq!(ImplicitGemm::new(w, &x, &weight, 1, false).is_none(), without);
+}
