@@ -7,6 +7,7 @@ mod common;
 mod attention;
 mod choice;
 mod depthwise;
+mod implicit_gemm;
 mod indices;
 mod kernels;
 mod products;

@@ -177,7 +177,7 @@ fn copy(t: &Tensor, found: Found, before: [isize; 2], size: [usize; 2], out: &Te
     let numbers = numbers.chain([rows, columns, groups, each, filled, 0].map(|n| n as isize)).map(|n| n as i32);
     let mut words: SmallVec<[i32; 32]> = numbers.collect();
     let strides = found.strides.into_iter().chain(to.map(|n| n as isize)).map(|n| n as i64);
-    words.extend(strides.flat_map(|n| bytemuck::cast::<i64, [i32; 2]>(n)));
+    words.extend(strides.flat_map(bytemuck::cast::<i64, [i32; 2]>));
     let (from, into) = (t.device_view()?, out.device_view()?);
     let first = from.first_element().wrapping_add_signed(found.skip) as u64;
     let args = [from.buffer(), Arg::U64(first), into.buffer(), into.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];

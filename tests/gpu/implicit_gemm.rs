@@ -1,0 +1,104 @@
+//! Convolutions of several channels and their gradients, which tensor cores multiply without columns, beside the CPU device, which is
+//! tested against the definition.
+
+use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, Result};
+
+use crate::common::gpus::{assert_same, cases, everywhere, upload};
+use crate::common::values;
+
+#[derive(Clone, Copy)]
+struct Case {
+    n: usize,
+    groups: usize,
+    /// Of a group: channels of images, and of windows.
+    channels: [usize; 2],
+    image: [usize; 2],
+    kernel: [usize; 2],
+    stride: [usize; 2],
+    padding: [usize; 2],
+    dilation: [usize; 2],
+}
+
+const fn case(n: usize, channels: [usize; 2], image: [usize; 2], kernel: [usize; 2]) -> Case {
+    Case { n, groups: 1, channels, image, kernel, stride: [1; 2], padding: [0; 2], dilation: [1; 2] }
+}
+
+impl Case {
+    const fn moves(self, stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2]) -> Case {
+        Case { stride, padding, dilation, ..self }
+    }
+
+    const fn groups(self, groups: usize) -> Case {
+        Case { groups, ..self }
+    }
+
+    /// The result and the gradients of images, weight and bias; images lie channels-last, or rows of larger ones mirrored.
+    fn made(&self, dtype: DType, last: bool, turned: bool, device: Device) -> Result<Vec<Vec<f64>>> {
+        let Case { n, groups, channels: [inner, outer], image: [h, w], kernel: [kh, kw], stride, padding, dilation } =
+            *self;
+        // Small whole numbers: their sums are exact.
+        let put = |shape: &[usize], seed: usize| {
+            let number = |i: usize| ((i * 7919 + i * i * 31 + seed) % 5) as f64 - 2.0;
+            let numbers: Vec<f64> = (0..shape.iter().product()).map(number).collect();
+            upload(&numbers, shape, dtype, device).requires_grad_(true)
+        };
+        let (c, o) = (groups * inner, groups * outer);
+        let (given, made) = if turned { (o, c) } else { (c, o) };
+        let whole = if last { put(&[n, h, w, given], 1)? } else { put(&[n, given, 2 * h, w], 1)? };
+        let x = if last { whole.permute(&[0, 3, 1, 2])? } else { whole.slice(2, 1, None, 2)?.flip([3])? };
+        let (weight, bias) = (put(&[o, inner, kh, kw], 2)?, put(&[made], 3)?);
+        let y = match turned {
+            false => {
+                x.conv2d(&weight, Some(&bias), ConvOptions { stride, padding: padding.into(), dilation, groups })?
+            }
+            true => {
+                let output_padding = [0; 2];
+                let options =
+                    ConvTransposeOptions { stride, padding: padding.into(), output_padding, dilation, groups };
+                x.conv_transpose2d(&weight, Some(&bias), options)?
+            }
+        };
+        assert!(y.is_contiguous());
+        y.backward_with(&put(y.shape().dims(), 4)?.detach())?;
+        let grads = [&whole, &weight, &bias].map(|t| values(&t.grad().unwrap()));
+        Ok(std::iter::once(values(&y.detach())).chain(grads).collect())
+    }
+}
+
+const CASES: [Case; 15] = [
+    case(2, [16, 24], [7, 9], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
+    case(2, [64, 64], [8, 16], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
+    case(1, [40, 136], [16, 16], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
+    case(1, [72, 264], [10, 10], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
+    case(2, [9, 10], [11, 6], [3, 2]).moves([1, 1], [1, 0], [1, 2]),
+    case(2, [20, 32], [13, 10], [3, 3]).moves([2, 1], [1, 1], [2, 1]),
+    case(2, [3, 64], [33, 31], [7, 7]).moves([2, 2], [3, 3], [1, 1]),
+    case(3, [20, 12], [5, 6], [3, 3]).moves([1, 1], [1, 1], [1, 1]).groups(2),
+    case(2, [32, 64], [8, 8], [3, 3]).moves([2, 2], [1, 1], [1, 1]).groups(3),
+    case(2, [64, 72], [7, 7], [1, 1]), // lines that no copy can begin at
+    case(2, [64, 72], [8, 8], [1, 1]),
+    case(2, [64, 32], [9, 9], [1, 1]).moves([2, 2], [0, 0], [1, 1]),
+    case(1, [72, 16], [9, 9], [3, 3]).moves([1, 1], [4, 4], [1, 1]), // more padding than windows reach
+    case(1, [256, 64], [3, 3], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // few tiles share the depth
+    case(9, [8, 8], [1, 65], [1, 4]).moves([1, 1], [0, 3], [1, 1]),
+];
+
+#[test]
+fn channels_in_groups() {
+    for device in everywhere("implicit_gemm::channels_in_groups") {
+        for (i, case) in cases(&CASES, 7, device).iter().enumerate() {
+            for (dtype, last, turned) in [
+                (DType::F16, false, false),
+                (DType::F16, true, true),
+                (DType::BF16, true, false),
+                (DType::F32, false, false),
+                (DType::F32, true, true),
+            ] {
+                let [got, want] = [device, Device::Cpu].map(|d| case.made(dtype, last, turned, d).unwrap());
+                for (what, (got, want)) in ["y", "x", "weight", "bias"].into_iter().zip(got.iter().zip(&want)) {
+                    assert_same(got, want, 1e-6, &format!("{what} of case {i}, {dtype}, {last}, {turned}, {device:?}"));
+                }
+            }
+        }
+    }
+}
