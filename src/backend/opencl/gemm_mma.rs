@@ -33,6 +33,11 @@ const fn wgmma_tile(n: usize, k: usize, stages: usize) -> Tile {
     Tile { m: 128, n, k, warps: (8, 1), stages, wgmma: true }
 }
 
+/// One group of four warps.
+const fn few_rows(n: usize, k: usize, stages: usize) -> Tile {
+    Tile { m: 64, warps: (4, 1), ..wgmma_tile(n, k, stages) }
+}
+
 /// Fewer rows or columns are left to the other kernels, and up to the second number of them where they are not deep.
 const MIN_SIDE: (usize, usize) = (8, 32);
 const LARGE_K: usize = 1024;
@@ -47,11 +52,10 @@ const HALF: [Tile; 6] = [
     mma_tile(128, 128, 32, (2, 2), 4),
     mma_tile(64, 64, 64, (2, 2), 4),
 ];
-/// Of halves, where 128 rows would be mostly empty: windows, whose images are large.
-const FEW_ROWS: [Tile; 3] = [
-    Tile { m: 64, warps: (4, 1), ..wgmma_tile(256, 64, 4) },
-    Tile { m: 64, warps: (4, 1), ..wgmma_tile(128, 64, 4) },
-    mma_tile(64, 64, 64, (2, 2), 4),
+/// Of windows, where half of 128 rows or more would be empty: of halves, and of f32.
+const FEW_ROWS: [&[Tile]; 2] = [
+    &[few_rows(256, 64, 4), few_rows(128, 64, 4), mma_tile(64, 64, 64, (2, 2), 4)],
+    &[few_rows(128, 32, 3), few_rows(64, 32, 4), mma_tile(64, 64, 16, (2, 2), 4)],
 ];
 const SINGLE: [Tile; 5] = [
     wgmma_tile(128, 32, 3),
@@ -152,10 +156,10 @@ impl Mma {
         units: usize,
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
+        let few = plan.m <= 64;
         let (tiles, planes, depth): (&[Tile], _, _) = match dtype {
-            DType::F16 | DType::BF16 if plan.m <= 64 => (&FEW_ROWS, 1, 32),
-            DType::F16 | DType::BF16 => (&HALF, 1, 32),
-            DType::F32 => (&SINGLE, precision::planes(), 128),
+            DType::F16 | DType::BF16 => (if few { FEW_ROWS[0] } else { &HALF }, 1, 32),
+            DType::F32 => (if few { FEW_ROWS[1] } else { &SINGLE }, precision::planes(), 128),
             _ => return None,
         };
         if plan.k < depth || plan.k > i32::MAX as usize || plan.m.min(plan.n) < MIN_SIDE.0 {
@@ -365,7 +369,9 @@ mod tests {
     #[test]
     fn kernels_have_different_keys() {
         let mut keys = Vec::new();
-        for (tiles, planes) in [(&HALF[..], 1), (&FEW_ROWS[..2], 1), (&SINGLE[..], 2), (&SINGLE[..], 3)] {
+        for (tiles, planes) in
+            [(&HALF[..], 1), (&FEW_ROWS[0][..2], 1), (&FEW_ROWS[1][..2], 3), (&SINGLE[..], 2), (&SINGLE[..], 3)]
+        {
             let sides = [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| Side { along_k, copy }));
             for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
                 let b = Side { along_k: !a.along_k, copy: 16 };

@@ -9,8 +9,9 @@
 //! already, and a transposed convolution adds them up again.
 //!
 //! On the CPU, and on OpenCL devices where each channel of the image is a group and the window has at most 64 elements, a
-//! [`Convolution`] does all of it in one launch, and each gradient in one or two, without columns in memory. It saves the image for
-//! backward. So does the forward pass of OpenCL devices where it reads images; its gradients are products of columns.
+//! [`Convolution`] does all of it in one launch, and each gradient in one or two, without columns in memory. Where there are tensor cores
+//! it does so in three launches for most other windows: copies of images and weight whose channels are next to each other, and a product.
+//! It saves the image for backward. So does the forward pass of OpenCL devices where it reads images; its gradients are products of columns.
 
 mod columns;
 pub(crate) mod options;
@@ -44,7 +45,7 @@ impl Tensor {
     /// Each window's products with the weight, summed (PyTorch's `conv2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight`
     /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows, contiguous. Floats. One launch for most
     /// cases on the CPU, for most windows where each channel is a group, and for windows of a single element; otherwise two launches, or
-    /// three for a batch. Differentiable in all three; then x and the weight are kept.
+    /// three for a batch and on tensor cores. Differentiable in all three; then x and the weight are kept.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Padding, Tensor};
