@@ -55,12 +55,13 @@ fn few_rows(device: Device) {
         [1, 1, 5, 0],
         [1, 2, 127, 9],
         [1, 3, 128, 65],
-        [1, 4, 129, 63],
+        [1, 5, 129, 63],
         [1, 1, 256, 511],
         [1, 1, 252, 512],
         [1, 2, 260, 513],
         [1, 1, 8, 4099],
-        [1, 4, 100, 1031],
+        [1, 7, 100, 1031],
+        [1, 8, 20, 70],
         [1, 1, 1, 20_011],
         [1, 1, 3, 16_384],
         [3, 1, 64, 2048],
@@ -74,7 +75,7 @@ fn few_rows(device: Device) {
     for dtype in [DType::F16, DType::BF16, DType::F64, DType::I64, DType::U8] {
         for transposed in [false, true] {
             check(device, dtype, [1, 1, 256, 1031], transposed, [0, 0]);
-            check(device, dtype, [1, 3, 72, 2056], transposed, [8, 16]);
+            check(device, dtype, [1, 6, 72, 2056], transposed, [8, 16]);
             check(device, dtype, [2, 2, 33, 700], transposed, [1, 0]);
         }
     }
