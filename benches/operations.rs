@@ -218,11 +218,20 @@ impl Suite {
             tracked.zero_grad();
             Ok(())
         };
+        let logs = || -> Result<()> {
+            let y = tracked.log_softmax(1)?;
+            y.backward_with(&y.ones_like()?)?;
+            tracked.zero_grad();
+            Ok(())
+        };
         self.run(
             &format!("{rows}x{classes}"),
             cases! {
                 "cross_entropy" => x.cross_entropy(&labels);
                 "cross_entropy, backward" => backward();
+                "softmax of classes" => x.softmax(1);
+                "log_softmax of classes, backward" => logs();
+                "logsumexp of classes" => x.logsumexp(1, false);
             },
         )
     }
@@ -355,7 +364,9 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         // What fills a GPU.
         suite.matrices(8192, 4096)?;
         suite.optimisers(8192, 4096)?;
-        suite.labels(8192, 4096)?;
+        for (rows, classes) in [(8192, 4096), (64, 50_257), (8, 128_000)] {
+            suite.labels(rows, classes)?;
+        }
         suite.images([64, 64, 112, 112])?;
         suite.sequences([16, 16, 1024, 64])?;
     }

@@ -90,7 +90,9 @@ def labels(r, c):
     x, t = torch.randn(r, c, device=dev), torch.randint(0, c, (r,), device=dev)
     tx = leaf(x)
     return {"cross_entropy": lambda: F.cross_entropy(x, t),
-            "cross_entropy, backward": backward(lambda: F.cross_entropy(tx, t), tx)}
+            "cross_entropy, backward": backward(lambda: F.cross_entropy(tx, t), tx),
+            "softmax of classes": lambda: x.softmax(1), "logsumexp of classes": lambda: x.logsumexp(1),
+            "log_softmax of classes, backward": backward(lambda: tx.log_softmax(1), tx)}
 
 
 def images(n, c, h, w):
@@ -147,7 +149,7 @@ cases, rows = {}, []
 for line in map(json.loads, open(sys.argv[1])):
     size = tuple(map(int, line["size"].split("x")))
     if size not in cases:
-        kinds = [sequences if "bmm" in line["case"] or "attention" in line["case"] else images] if len(size) == 4 else [matrices, optimisers, labels] if size[1] % 16 == 0 else [labels]
+        kinds = [sequences if "bmm" in line["case"] or "attention" in line["case"] else images] if len(size) == 4 else [matrices, optimisers, labels] if size[0] % 16 == 0 and size[1] % 16 == 0 else [labels]
         cases = {size: {name: f for kind in kinds for name, f in kind(*size).items()}}
     theirs = measure(cases[size][line["case"]])
     rows.append((line["median_us"] / theirs, line["case"], line["size"], line["median_us"], theirs))

@@ -1,8 +1,8 @@
 // C = epilogue(A B): matrices of any strides, batched, one launch.
 //
 // Written in front of this file: the dtypes A and B, ACC (float, double or ulong, which wraps) they are multiplied and added in, the
-// operands of the epilogue (OPERANDS, OPERAND_OFFSETS and FINISH, which computes and stores one element; on tensor cores, where the
-// results are contiguous and aligned, FINISH_WIDE, which does so with WIDE neighbours at once; STORE_SUM where the sums of
+// operands of the epilogue (OPERANDS, OPERAND_OFFSETS and FINISH, which computes and stores one element; of TILED and on tensor cores, where
+// the results are contiguous and aligned, FINISH_WIDE, which does so with WIDE neighbours at once; STORE_SUM where the sums of
 // A's rows are wanted too, for an A that is not contiguous along k), and one of three kernels with its sizes:
 //   TILED  GPUs: a work-group of 256 stages tiles of both matrices in local memory, a work-item owns MI x NI results.
 //   PANEL  CPUs: a work-item owns HEIGHT rows, at most BLOCK, of NV explicit vectors of W; it walks along k in steps of
@@ -142,6 +142,15 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         if (i < ROWS && j < COLS) { FINISH(i, j, sum) }
     }
 #else
+#ifdef WIDE
+    if (inside) {
+        #pragma unroll
+        for (int r = 0; r < MI; r++) {
+            #pragma unroll
+            for (int c = 0; c < NI; c += WIDE) { FINISH_WIDE(i0 + ROW_OF(r), j0 + COL_OF(c), (acc[r] + c)) }
+        }
+    } else
+#endif
     #pragma unroll
     for (int r = 0; r < MI; r++) {
         #pragma unroll

@@ -24,8 +24,9 @@ use crate::expr::program::Program;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Error, Result, Shape, Tensor};
 
-/// Work-items a group of the tiled kernel.
+/// Work-items a group of the tiled kernel, and results in a row that each has.
 const THREADS: usize = 256;
+const NEIGHBOURS: usize = 4;
 
 /// A kernel of the template and its sizes; see there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -357,11 +358,15 @@ fn vectors(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, Va
     }
 }
 
-/// How many neighbouring results a work-item of the tensor cores' kernel stores at once, 16 bytes of the widest; 1 where
-/// they are not contiguous or not aligned.
+/// How many neighbouring results a work-item of a GPU stores at once, 16 bytes of the widest; 1 where they are not contiguous
+/// or not aligned.
 fn wide(variant: Variant, plan: &GemmPlan, outs: &[&Tensor]) -> usize {
-    let Variant::Mma(_) = variant else { return 1 };
-    let wide = outs.iter().map(|t| 16 / t.dtype.size()).min().unwrap_or(1).min(8);
+    let most = match variant {
+        Variant::Mma(_) => 8,
+        Variant::Tiled { .. } => NEIGHBOURS,
+        _ => return 1,
+    };
+    let wide = outs.iter().map(|t| 16 / t.dtype.size()).min().unwrap_or(1).min(most);
     for (t, at) in outs.iter().zip(&plan.others) {
         let steps = at.batch.iter().copied().chain([at.row]).map(isize::unsigned_abs);
         let aligned = steps.chain([t.layout.offset]).all(|step| step.is_multiple_of(wide));

@@ -24,7 +24,8 @@ fn the_tiled_kernel() {
     }
     let device = Device::OpenCL(0);
     let sizes = [(1, 1, 1), (31, 33, 64), (20, 32, 65), (64, 65, 33), (70, 63, 1), (3, 99, 0)];
-    let large = [(129, 130, 17), (128, 128, 16)]; // a slow kernel to build on a CPU: two orientations
+    // The second and third store four neighbours at once.
+    let large = [(129, 130, 17), (128, 128, 16), (256, 128, 17)]; // a slow kernel to build on a CPU: two orientations
     let all = sizes.into_iter().flat_map(|size| (0..8).map(move |turns| (size, turns)));
     for (size, turns) in all.chain(large.into_iter().flat_map(|size| [(size, 0), (size, 7)])) {
         check(device, DType::F32, size, turns);
@@ -33,6 +34,7 @@ fn the_tiled_kernel() {
         if dtype != DType::F64 || device.info().unwrap().fp64 {
             check(device, dtype, (31, 33, 64), 1);
             check(device, dtype, (70, 65, 33), 2);
+            check(device, dtype, (128, 68, 33), 0);
         }
     }
 }
