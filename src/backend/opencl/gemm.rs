@@ -183,7 +183,8 @@ impl Chosen<'_> {
         let wide = wide(variant, &plan, &operands[2..2 + outs]);
         let (rows, cols) = variant.tile();
         let tiles = plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count();
-        let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), DType::F32));
+        // Parts are of the type that is added up: f64 and integers take twice the room of f32.
+        let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), compute.dtype()));
 
         let program = Program::of(epilogue);
         let flags = plan.batch.len() as u64
