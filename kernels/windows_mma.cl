@@ -16,13 +16,22 @@
 #define WINDOW_ROW (uint)p.v[WINDOWS + 7]
 #define IMAGE (uint)p.v[WINDOWS + 8]
 #define AFTER p.v[WINDOWS + 9]
-// Where column j is in a row of results. Windows of all images: so much further for each image. Elements of a window: by channel,
-// then by tap, of which there are so many, and without the channels that are only there to fill 16 bytes.
-#if B_ALONG_K
-#define COLUMN(j) ((j) + (uint)(j) / GRID * AFTER)
+// Where column j is in a row of results. Windows of all images: so much further for each image, or APART: images, their rows and what is
+// in these have strides. Elements of a window: by channel, then by tap, of which there are so many, and without the channels that
+// are only there to fill 16 bytes.
 #define IS_COLUMN(j) true
+#if defined(APART)
+#define COLUMN(j) column_at(p, (uint)(j))
+static inline long column_at(const params p, uint window)
+{
+    const uint image = window / GRID, place = window - image * GRID, row = place / GRID_COLS;
+    return image * AFTER + row * p.v[WINDOWS + 10] + (place - row * GRID_COLS) * p.v[WINDOWS + 11];
+}
+#elif B_ALONG_K
+#define COLUMN(j) ((j) + (uint)(j) / GRID * AFTER)
 #else
 #define COLUMN(j) ((uint)(j) % CHANNELS * AFTER + (uint)(j) / CHANNELS)
+#undef IS_COLUMN
 #define IS_COLUMN(j) ((uint)(j) % CHANNELS < p.v[WINDOWS + 10])
 #endif
 

@@ -73,8 +73,17 @@ pub(crate) struct Mma {
     tile: Tile,
     a: Side,
     b: Side,
-    /// Whether the right matrix is read where windows have its elements: see `kernels/windows_mma.cl`.
-    pub(crate) windows: bool,
+    /// Where the right matrix is read where windows have its elements.
+    pub(crate) windows: Option<WindowsAs>,
+}
+
+/// What windows are of a right matrix: see `kernels/windows_mma.cl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WindowsAs {
+    /// Columns, whose results follow one another in an image, or have strides.
+    Columns,
+    ColumnsApart,
+    Rows,
 }
 
 /// How a matrix lies in memory: whether along k, and the bytes that may be copied at once.
@@ -143,16 +152,15 @@ impl Mma {
         };
         let a_side = side(&plan.a, a.first, plan.a.col, plan.a.row)?;
         let b_side = side(&plan.b, b.first, plan.b.row, plan.b.col)?;
-        let made = Mma { dtype: a.dtype, planes, tile: tiles[0], a: a_side, b: b_side, windows: false };
+        let made = Mma { dtype: a.dtype, planes, tile: tiles[0], a: a_side, b: b_side, windows: None };
         made.with_tile(tiles, plan, units, cores())
     }
 
-    /// The kernel whose right matrix is windows, along k or across it, and whose left matrix lies the same way. Lines are whole
-    /// pieces of 16 bytes.
+    /// The kernel whose right matrix is windows, and whose left matrix lies as that does. Lines are whole pieces of 16 bytes.
     pub(crate) fn of_windows(
         plan: &GemmPlan,
         dtype: DType,
-        along_k: bool,
+        windows: WindowsAs,
         units: usize,
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
@@ -165,8 +173,8 @@ impl Mma {
         if plan.k < depth || plan.k > i32::MAX as usize || plan.m.min(plan.n) < MIN_SIDE.0 {
             return None;
         }
-        let side = Side { along_k, copy: 16 };
-        Mma { dtype, planes, tile: tiles[0], a: side, b: side, windows: true }.with_tile(tiles, plan, units, cores())
+        let (side, windows) = (Side { along_k: windows != WindowsAs::Rows, copy: 16 }, Some(windows));
+        Mma { dtype, planes, tile: tiles[0], a: side, b: side, windows }.with_tile(tiles, plan, units, cores())
     }
 
     /// With the largest tile that occupies the device; else with the one that takes the least time, with parts.
@@ -255,9 +263,17 @@ impl Mma {
     pub(crate) fn key(self) -> usize {
         let Tile { m, n, k, wgmma, .. } = self.tile;
         let side = |s: Side| (s.copy / 4) << 1 | s.along_k as usize;
-        [wgmma as usize | (self.windows as usize) << 1, k / 16, n / 16, m / 16, self.planes, side(self.a), side(self.b)]
-            .into_iter()
-            .fold(0, |key, x| key << 5 | x)
+        [
+            wgmma as usize | self.windows.map_or(0, |w| w as usize + 1) << 1,
+            k / 16,
+            n / 16,
+            m / 16,
+            self.planes,
+            side(self.a),
+            side(self.b),
+        ]
+        .into_iter()
+        .fold(0, |key, x| key << 5 | x)
     }
 
     pub(crate) fn defines(self) -> String {
@@ -376,7 +392,9 @@ mod tests {
             for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
                 let b = Side { along_k: !a.along_k, copy: 16 };
                 let of = |windows| Mma { dtype: DType::F16, planes, tile, a, b, windows }.key();
-                keys.extend([true, false].map(of));
+                keys.extend(
+                    [None, Some(WindowsAs::Columns), Some(WindowsAs::ColumnsApart), Some(WindowsAs::Rows)].map(of),
+                );
             }
         }
         let count = keys.len();

@@ -10,7 +10,7 @@ use std::slice;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::gemm::{Chosen, Variant};
-use crate::backend::opencl::gemm_mma::Mma;
+use crate::backend::opencl::gemm_mma::{Mma, WindowsAs};
 use crate::backend::opencl::geometry::{bits_type, flag};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
@@ -21,13 +21,13 @@ use crate::backend::problem::map::Params;
 use crate::backend::problem::windows::{Windows, four};
 use crate::backend::written;
 use crate::device::opencl::{Arg, ClDevice};
-use crate::tensor::Dims;
-use crate::{DType, Error, Result, Tensor};
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Error, Result, Shape, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/channels_last.cl");
 
 /// Sizes of windows that the kernel is given.
-pub(crate) const NUMBERS: usize = 11;
+pub(crate) const NUMBERS: usize = 12;
 
 /// Bytes that are copied at once: channels are filled up to as many.
 const PIECE: usize = 16;
@@ -39,14 +39,23 @@ const PLACES: [usize; 2] = [64, 16];
 /// The most that filling channels up may make of them, as a multiple; beyond that columns are smaller.
 const FILLED: usize = 3;
 
-/// The convolution of some windows, and the kernels of the forward pass and of the gradients.
+/// Images of windows a stride apart are made of columns where there are more phases than this, two launches each, or the windows have
+/// fewer taps for each of them: columns are hardly larger than images there.
+const PHASES: usize = 4;
+const TAPS: usize = 2;
+
+/// The convolution of some windows, and the kernels of the forward pass and of the weight's gradient.
 pub(crate) struct ImplicitGemm {
     windows: Windows,
     groups: usize,
     forward: Mma,
-    /// None where columns are better.
-    images: Option<Mma>,
     weight: Mma,
+    /// Images, and channels of a group, of images and of windows as they are copied.
+    n: usize,
+    inner: usize,
+    filled: usize,
+    dtype: DType,
+    device: &'static ClDevice,
 }
 
 /// Images, `[N, groups, channels, rows, columns]`, as they are found: elements after the first of their tensor, and strides.
@@ -77,6 +86,21 @@ struct Steps {
     dilation: [usize; 2],
 }
 
+/// Of rows or columns of an image those that are a stride apart: windows of the windows that they are in, which have the same taps.
+#[derive(Clone, Copy)]
+struct Phase {
+    /// The first of them, and how many.
+    first: usize,
+    count: usize,
+    /// The first of the taps, how far they are apart, and how many.
+    tap: usize,
+    apart: usize,
+    taps: usize,
+    /// The window that has the last of the taps at the first of them, and from there to the window that has the tap before.
+    start: isize,
+    step: usize,
+}
+
 impl Found {
     /// `[N, groups * channels, rows, columns]`.
     fn images(t: &Tensor, groups: usize) -> Found {
@@ -105,11 +129,15 @@ impl Found {
         Found { skip: 0, dims: [rows, groups, c, kh, kw], strides: [s[0], s[0] * rows as isize, s[1], s[2], s[3]] }
     }
 
-    /// The weight that the gradient of images is multiplied by: rows and channels change places, and taps go backwards.
-    fn reversed(self) -> Found {
-        let Found { dims: [rows, groups, c, kh, kw], strides: [row, group, channel, down, right], .. } = self;
-        let skip = down * (kh as isize - 1) + right * (kw as isize - 1);
-        Found { skip, dims: [c, groups, rows, kh, kw], strides: [channel, group, row, -down, -right] }
+    /// The weight that the gradient of a phase of images is multiplied by: rows and channels change places, and taps go backwards.
+    fn reversed(self, phases: [Phase; 2]) -> Found {
+        let Found { dims: [rows, groups, c, ..], strides: [row, group, channel, ..], mut skip } = self;
+        let mut strides = [channel, group, row, 0, 0];
+        for (d, phase) in phases.into_iter().enumerate() {
+            skip += self.strides[3 + d] * (phase.tap + (phase.taps - 1) * phase.apart) as isize;
+            strides[3 + d] = -self.strides[3 + d] * phase.apart as isize;
+        }
+        Found { skip, dims: [c, groups, rows, phases[0].taps, phases[1].taps], strides }
     }
 
     /// Whether products can read it where it lies: as it is, in pieces of 16 bytes.
@@ -219,14 +247,18 @@ impl ImplicitGemm {
             return None;
         }
         let device = x.cl_device().ok()?;
-        let (image, grid) = (w.image[0] * w.image[1], w.grid[0] * w.grid[1]);
-        let choose = |sizes, along_k| choose(&plan(sizes, groups, [[0; 3]; 3]), dtype, along_k, device);
+        let grid = w.grid[0] * w.grid[1];
+        let choose = |sizes, windows| choose(&plan(sizes, groups, [[0; 3]; 3]), dtype, windows, device);
         Some(ImplicitGemm {
             windows: w,
             groups,
-            forward: choose([outer, n * grid, kh * kw * c], true)?,
-            weight: choose([outer, kh * kw * c, n * grid], false)?,
-            images: if w.stride == [1, 1] { choose([inner, n * image, kh * kw * o], true) } else { None },
+            forward: choose([outer, n * grid, kh * kw * c], WindowsAs::Columns)?,
+            weight: choose([outer, kh * kw * c, n * grid], WindowsAs::Rows)?,
+            n,
+            inner,
+            filled: o,
+            dtype,
+            device,
         })
     }
 
@@ -244,40 +276,62 @@ impl ImplicitGemm {
         Ok((images, Steps { kernel, grid, stride: w.stride, dilation }))
     }
 
-    /// Each group of matrices `[groups, rows, kernel, channels]` times the windows of its channels, plus a bias: `[N, groups * rows, grid]`.
-    fn multiply(
-        &self,
-        mma: Mma,
-        matrices: &Tensor,
-        (images, steps): (ChannelsLast, Steps),
-        n: usize,
-        bias: Option<&Tensor>,
-    ) -> Result<Tensor> {
-        let ([groups, rows, taps, channels], [height, width]) = (four(matrices), steps.grid);
-        let (places, k) = (height * width, taps * channels);
-        let out = Tensor::empty_like_shape([n, groups * rows, height, width], matrices.dtype, matrices.device())?;
-        let lie = [[k, 1, rows * k], [1, 0, channels], [places, 1, rows * places]];
-        let mut plan = plan([rows, n * places, k], groups, lie);
-        if let Some(bias) = bias {
-            let row = bias.strides()[0];
-            plan.others.push(GemmOperand {
-                row,
-                col: 0,
-                batch: plan.batch.iter().map(|_| row * rows as isize).collect(),
-            });
-        }
-        let tensors: SmallVec<[&Tensor; 4]> = [matrices, &images.tensor, &out].into_iter().chain(bias).collect();
-        launch(mma, plan, &tensors, &images, steps, [(groups * rows - 1) * places, 0])?;
-        drop(tensors);
-        Ok(written(out))
+    /// The phases of the rows of images, or of the columns.
+    fn phases(&self, d: usize) -> Vec<Phase> {
+        let Windows { image, kernel, stride, padding, dilation, .. } = self.windows;
+        let (stride, dilation) = (stride[d], dilation[d]);
+        let phase = |first: usize| {
+            let place = first + padding[d];
+            let mut taps = (0..kernel[d]).filter(|tap| tap * dilation % stride == place % stride);
+            let (tap, next, rest) = (taps.next().unwrap_or(0), taps.next(), taps.count());
+            let (apart, taps) = (next.map_or(1, |next| next - tap), 1 + usize::from(next.is_some()) + rest);
+            let step = apart * dilation / stride;
+            let start = (place as isize - (tap * dilation) as isize) / stride as isize - ((taps - 1) * step) as isize;
+            Phase { first, count: (image[d] - first).div_ceil(stride), tap, apart, taps, start, step }
+        };
+        (0..stride.min(image[d])).map(phase).collect()
+    }
+
+    /// The kernel for phases of images.
+    fn images_kernel(&self, phases: [Phase; 2]) -> Option<Mma> {
+        let [rows, columns] = phases;
+        let sizes = [self.inner, self.n * rows.count * columns.count, rows.taps * columns.taps * self.filled];
+        let windows = if self.windows.stride == [1, 1] { WindowsAs::Columns } else { WindowsAs::ColumnsApart };
+        choose(&plan(sizes, self.groups, [[0; 3]; 3]), self.dtype, windows, self.device)
     }
 }
 
-fn choose(plan: &GemmPlan, dtype: DType, along_k: bool, device: &'static ClDevice) -> Option<Mma> {
+/// Each group of matrices `[groups, rows, kernel, channels]` times the windows of its channels, plus a bias, in the place of `out`,
+/// `[N, groups * rows, grid]`.
+fn multiply(
+    mma: Mma,
+    matrices: &Tensor,
+    (images, steps): (&ChannelsLast, Steps),
+    bias: Option<&Tensor>,
+    out: &Tensor,
+) -> Result<()> {
+    let ([groups, rows, taps, channels], [n, ..], [height, width]) = (four(matrices), four(out), steps.grid);
+    let [of_image, of_row, down, right] = [0, 1, 2, 3].map(|d| out.strides()[d].unsigned_abs());
+    let k = taps * channels;
+    let lie = [[k, 1, rows * k], [1, 0, channels], [of_row, right, rows * of_row]];
+    let mut plan = plan([rows, n * height * width, k], groups, lie);
+    if let Some(bias) = bias {
+        let row = bias.strides()[0];
+        let batch = plan.batch.iter().map(|_| row * rows as isize).collect();
+        plan.others.push(GemmOperand { row, col: 0, batch });
+    }
+    let tensors: SmallVec<[&Tensor; 4]> = [matrices, &images.tensor, out].into_iter().chain(bias).collect();
+    let apart = [of_image, down, right];
+    // What is so much further has been gone by already: the places of an image.
+    let after = if mma.windows == Some(WindowsAs::Columns) { [of_image - height * width, 0, 0] } else { apart };
+    launch(mma, plan, &tensors, images, steps, after)
+}
+
+fn choose(plan: &GemmPlan, dtype: DType, windows: WindowsAs, device: &'static ClDevice) -> Option<Mma> {
     let cores = || device.tensor_cores();
     #[cfg(test)]
     let cores = || tests::PRETEND.get().unwrap_or_else(cores);
-    Mma::of_windows(plan, dtype, along_k, device.info().compute_units, cores)
+    Mma::of_windows(plan, dtype, windows, device.info().compute_units, cores)
 }
 
 /// The product of `tensors`, the left matrix, images, the result and perhaps a bias.
@@ -287,7 +341,7 @@ fn launch(
     tensors: &[&Tensor],
     images: &ChannelsLast,
     steps: Steps,
-    after: [usize; 2],
+    after: [usize; 3],
 ) -> Result<()> {
     let Steps { kernel, grid, stride, dilation } = steps;
     let &ChannelsLast { channels, image, row, place, .. } = images;
@@ -303,6 +357,7 @@ fn launch(
         image,
         after[0],
         after[1],
+        after[2],
     ];
     let device = tensors[0].cl_device()?;
     let epilogue = slice::from_ref(if tensors.len() > 3 { &*BIASED } else { &*PRODUCT });
@@ -332,25 +387,60 @@ fn launch(
 
 impl Convolution for ImplicitGemm {
     fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let ([n, ..], [o, ..], [rows, columns]) = (four(x), four(weight), self.windows.grid);
         let matrices = matrices(weight, Found::weight(weight, self.groups))?;
-        self.multiply(self.forward, &matrices, self.padded(x)?, four(x)[0], bias)
+        let (images, steps) = self.padded(x)?;
+        let out = Tensor::empty_like_shape([n, o, rows, columns], x.dtype, x.device())?;
+        multiply(self.forward, &matrices, (&images, steps), bias, &out)?;
+        Ok(written(out))
     }
 
-    /// Of windows a step apart, a convolution of them: with the padding that brings each element to the windows it is in.
+    /// Of windows that are a stride apart each phase is a launch or two, and has to have something to add up.
     fn makes_images(&self) -> bool {
-        self.images.is_some()
+        let Windows { kernel, dilation, stride, padding, .. } = self.windows;
+        let count = stride[0] * stride[1];
+        if count > PHASES || count > 1 && kernel[0] * kernel[1] < TAPS * count {
+            return false;
+        }
+        let [rows, columns] = [0, 1].map(|d| self.phases(d));
+        let has = |d: usize, p: &Phase| (p.first + padding[d]) % stride[d] == p.tap * dilation[d] % stride[d];
+        let covered = rows.iter().all(|r| has(0, r)) && columns.iter().all(|c| has(1, c));
+        covered && rows.iter().all(|&r| columns.iter().all(|&c| self.images_kernel([r, c]).is_some()))
     }
 
+    /// Of each phase, a convolution of windows that are next to each other: with the padding that brings every element to the windows it
+    /// is in, and the taps that it has there.
     fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let without = || Error::invalid("conv2d", "images are made of columns here");
-        let mma = self.images.ok_or_else(without)?;
-        let Windows { image, kernel, padding, dilation, .. } = self.windows;
-        let reach = [0, 1].map(|d| dilation[d] * (kernel[d] - 1));
-        let before = [0, 1].map(|d| reach[d] as isize - padding[d] as isize);
-        let padded = channels_last(y, Found::images(y, self.groups), before, [0, 1].map(|d| image[d] + reach[d]))?;
-        let matrices = matrices(weight, Found::weight(weight, self.groups).reversed())?;
-        let steps = Steps { kernel, grid: image, stride: [1, 1], dilation };
-        self.multiply(mma, &matrices, (padded, steps), four(y)[0], bias)
+        let phases = [0, 1].map(|d| self.phases(d));
+        let before = [0, 1].map(|d| phases[d].iter().map(|p| -p.start).max().unwrap_or(0));
+        let end = |p: &Phase| p.start + ((p.taps - 1) * p.step + p.count) as isize;
+        let size = [0, 1].map(|d| (before[d] + phases[d].iter().map(end).max().unwrap_or(0)).unsigned_abs());
+        let padded = channels_last(y, Found::images(y, self.groups), before, size)?;
+        let ([n, ..], [h, w], stride) = (four(y), self.windows.image, self.windows.stride);
+        let out = Tensor::empty_like_shape([n, self.groups * self.inner, h, w], y.dtype, y.device())?;
+        for (&rows, &columns) in phases[0].iter().flat_map(|rows| phases[1].iter().map(move |columns| (rows, columns)))
+        {
+            let without = || Error::invalid("conv2d", "images are made of columns here");
+            let mma = self.images_kernel([rows, columns]).ok_or_else(without)?;
+            let matrices = matrices(weight, Found::weight(weight, self.groups).reversed([rows, columns]))?;
+            let [down, right] = [rows.start + before[0], columns.start + before[1]].map(isize::unsigned_abs);
+            let first = padded.tensor.layout.offset + down * padded.row + right * padded.place;
+            let tensor = padded.tensor.with_layout(Layout { offset: first, ..padded.tensor.layout.clone() });
+            let images = ChannelsLast { tensor, ..padded };
+            let steps = Steps {
+                kernel: [rows.taps, columns.taps],
+                grid: [rows.count, columns.count],
+                stride: [1, 1],
+                dilation: [rows.step, columns.step],
+            };
+            let mut place = out.layout.clone();
+            place.offset += rows.first * w + columns.first;
+            place.shape = Shape::from([n, self.groups * self.inner, rows.count, columns.count]);
+            place.strides[2] *= stride[0] as isize;
+            place.strides[3] *= stride[1] as isize;
+            multiply(mma, &matrices, (&images, steps), bias, &out.with_layout(place))?;
+        }
+        Ok(written(out))
     }
 
     /// The sum over all places of an element of the windows' gradient times all of the window.
@@ -366,7 +456,7 @@ impl Convolution for ImplicitGemm {
         let (taps, depth) = (kh * kw, n * rows * columns);
         let lie = [[1, left.place, left.channels], [0, 0, images.channels], [inner * taps, taps, outer * inner * taps]];
         let plan = plan([outer, taps * images.channels, depth], groups, lie);
-        launch(self.weight, plan, &[&left.tensor, &images.tensor, &out], &images, steps, [taps, inner])?;
+        launch(self.weight, plan, &[&left.tensor, &images.tensor, &out], &images, steps, [taps, inner, 0])?;
         Ok(written(out))
     }
 }

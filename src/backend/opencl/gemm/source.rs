@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use crate::backend::opencl::gemm::Variant;
+use crate::backend::opencl::gemm_mma::WindowsAs;
 use crate::backend::opencl::{gemm_mma, gemm_thin, implicit_gemm};
 use crate::expr::Expr;
 use crate::expr::program::Program;
@@ -39,7 +40,8 @@ pub(super) fn source(
     let c = compute.cl_name();
     let acc = if compute == Compute::I64 { "ulong" } else { c };
     let (first, step) = (9 + 3 * batch, 3 + batch);
-    let windows = matches!(variant, Variant::Mma(mma) if mma.windows);
+    let as_windows = if let Variant::Mma(mma) = variant { mma.windows } else { None };
+    let windows = as_windows.is_some();
     let column = if windows { "COLUMN(col_)" } else { "(col_)" };
     let mut operands = String::new();
     let mut starts = String::new();
@@ -83,7 +85,8 @@ pub(super) fn source(
         numbers += 1;
     }
     if windows {
-        let _ = writeln!(defines, "#define WINDOWS {numbers}");
+        let apart = if as_windows == Some(WindowsAs::ColumnsApart) { "#define APART\n" } else { "" };
+        let _ = writeln!(defines, "#define WINDOWS {numbers}\n{apart}");
         numbers += implicit_gemm::NUMBERS;
     }
     for i in 0..program.scalars() {
@@ -131,7 +134,7 @@ pub(super) fn source(
         program.emit(compute, "epilogue"),
         match variant {
             #[cfg(test)]
-            Variant::Mma(mma) if mma.windows && implicit_gemm::tests::PRETEND.get().is_some() =>
+            Variant::Mma(mma) if mma.windows.is_some() && implicit_gemm::tests::PRETEND.get().is_some() =>
                 implicit_gemm::tests::STAND_IN,
             Variant::Mma(_) => gemm_mma::TEMPLATE,
             Variant::Thin(_) => gemm_thin::TEMPLATE,

@@ -126,6 +126,9 @@ fn convolutions_and_their_gradients() {
         Case::new(2, [72, 80], [7, 7], [1, 1]).with(one, none, one, 1),
         Case::new(3, [32, 16], [7, 9], [1, 1]).with([2, 3], none, one, 1),
         Case::new(2, [130, 8], [3, 3], [3, 3]).with(one, one, one, 1),
+        Case::new(2, [16, 40], [9, 8], [3, 3]).with([2, 2], one, one, 1),
+        Case::new(1, [24, 32], [11, 13], [4, 5]).with([2, 2], [1, 2], one, 1),
+        Case::new(2, [16, 72], [10, 12], [3, 4]).with([1, 2], [3, 0], [2, 3], 2),
     ];
     let device = Device::OpenCL(0);
     for (i, case) in cases.iter().enumerate() {
@@ -189,14 +192,19 @@ fn what_is_left_to_columns() {
             whole(&[case.n, c, case.image[0], case.image[1]], 1, dtype, device),
             whole(&[o, c / groups, kh, kw], 2, dtype, device),
         );
-        pretending(|| ImplicitGemm::new(w, &x, &weight, groups, single)).map(|made| made.makes_images())
+        pretending(|| ImplicitGemm::new(w, &x, &weight, groups, single).map(|made| made.makes_images()))
     };
     let (one, none) = ([1, 1], [0, 0]);
     let plain = |channels, kernel| Case::new(2, channels, [14, 14], kernel).with(one, none, one, 1);
     assert_eq!(of(plain([64, 64], [3, 3]), DType::F16), Some(true));
     assert_eq!(of(plain([64, 64], [3, 3]), DType::F32), Some(true));
     assert_eq!(of(plain([64, 64], [3, 3]), DType::F64), None);
-    assert_eq!(of(plain([64, 64], [3, 3]).with([2, 2], none, one, 1), DType::F16), Some(false));
+    // One of the phases has a single tap.
+    assert_eq!(of(plain([64, 64], [3, 3]).with([2, 2], none, one, 1), DType::F16), Some(true));
+    assert_eq!(of(plain([64, 24], [3, 3]).with([2, 2], none, one, 1), DType::F16), Some(false));
+    assert_eq!(of(plain([64, 64], [9, 9]).with([3, 3], none, one, 1), DType::F16), Some(false));
+    assert_eq!(of(plain([64, 64], [2, 2]).with([2, 2], none, one, 1), DType::F16), Some(false));
+    assert_eq!(of(plain([64, 64], [3, 3]).with([2, 1], none, [2, 1], 1), DType::F16), Some(false));
     assert_eq!(of(plain([3, 64], [7, 7]), DType::F16), Some(false));
     assert_eq!(of(plain([2, 64], [7, 7]), DType::F16), None);
     assert_eq!(of(plain([64, 2], [3, 3]), DType::F16), None);
