@@ -34,11 +34,11 @@ typedef struct {
 // PoCL 3.1 gives NaN where a kernel calls a function that works on local and private arrays twice, and it is not inlined.
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE long batch_at(const Sizes *n, const Strides *s, ulong b) {
+INLINE long batch_at(const Sizes *n, const Strides *s, uint b) {
     long at = 0;
     for (int d = NB - 1; d > 0; --d) {
-        at += (long)(b % n->batch[d]) * s->batch[d];
-        b /= n->batch[d];
+        at += (long)(b % (uint)n->batch[d]) * s->batch[d];
+        b /= (uint)n->batch[d];
     }
     return at + (long)b * s->batch[0];
 }
@@ -65,7 +65,7 @@ INLINE long row_at(const Strides *s, uint r, uint length) {
 
 // What a weight is multiplied by where weights are dropped: the numbers are those of `dropout` of all weights in row-major order.
 #ifdef DROPOUT
-#define KEPT(r, j) ((ACC)random_uniform(key, stream, (b * rows + (r)) * keys + (j)) < dropped ? 0 : rescale)
+#define KEPT(r, j) ((ACC)random_uniform(key, stream, ((ulong)b * rows + (r)) * keys + (j)) < dropped ? 0 : rescale)
 #else
 #define KEPT(r, j) ((ACC)1)
 #endif
@@ -78,17 +78,17 @@ INLINE long row_at(const Strides *s, uint r, uint length) {
 #define SIZES                                                                                                                     \
     const uint queries = n.queries, rows = n.heads * n.queries, keys = n.keys, width = n.width, value_width = n.value_width;
 #define TILE_OF_QUERIES(group)                                                                                                    \
-    const ulong tiles = (rows + OWN - 1) / OWN, b = (group) / tiles;                                                              \
+    const uint tiles = (rows + OWN - 1) / OWN, b = (group) / tiles;                                                              \
     const uint first = (tiles - 1 - (group) % tiles) * OWN, last = min(first + OWN, rows) - 1;                                    \
     const bool one_head = first / queries == last / queries;                                                                      \
     const uint most = !n.causal ? keys : one_head ? min(last % queries + 1, keys) : min(queries, keys);
 #define TILE_OF_KEYS                                                                                                              \
-    const ulong tiles = (keys + OWN - 1) / OWN, b = get_group_id(0) / tiles;                                                      \
-    const uint first = get_group_id(0) % tiles * OWN;
+    const uint tiles = (keys + OWN - 1) / OWN, b = (uint)get_group_id(0) / tiles;                                                 \
+    const uint first = (uint)get_group_id(0) % tiles * OWN;
 #define START(x) (x##_at + batch_at(&n, &x##_by, b))
 
 // A row that sees nothing has the log-sum-exp -inf, and weights of 0.
-#define BASE(r) ((r) >= rows || lse[lse_at + b * rows + (r)] == -INFINITY ? INFINITY : lse[lse_at + b * rows + (r)])
+#define BASE(r) ((r) >= rows || lse[lse_at + (ulong)b * rows + (r)] == -INFINITY ? INFINITY : lse[lse_at + (ulong)b * rows + (r)])
 
 #ifdef KEYS
 // The first tile of `other` queries from row `r0` on of which one sees key `first`.

@@ -11,7 +11,6 @@
 #define BYTES(lines, length) ((lines) * (length) * 2)
 #define TILES (2 * BYTES(OTHER, DK) + 2 * BYTES(OTHER, DV)) // of both kinds that a group goes over
 #define LOG2_E 1.4426950408889634f
-#define LN_2 0.6931471805599453f
 
 #define EACH(x, n) _Pragma("unroll") for (uint x = 0; x < n; ++x)
 #define CLEAR(sum, columns) EACH(i, MT) EACH(c, (columns) / 8) EACH(r, 4) sum[i][c][r] = 0
@@ -23,18 +22,23 @@
 INLINE void fetch(uint to, const uint lines, const uint length, In x, ulong at, const Strides *s, uint first, uint rows,
                          uint period, uint width, uint t)
 {
-    const uint chunks = length / 8;
-    const bool whole = first + lines <= rows && width == length;
+    const uint chunks = length / 8, line = t / chunks, chunk = t % chunks, step = THREADS / chunks;
+    const bool of_one_head = period == ONE_HEAD || first / period == (first + lines - 1) / period;
+    if (first + lines <= rows && width == length && of_one_head) {
+        ulong from = (ulong)(x + at + row_at(s, first, period) + line * s->row + chunk * 8);
+        const ulong between = step * 2 * s->row;
+        #pragma unroll
+        for (uint e = 0; e < lines / step; ++e, from += between)
+            copy_whole(to + chunk_at(line + e * step, chunk, lines, length), from, COPY);
+        return;
+    }
+    const int bytes = clamp((int)width * 2 - (int)chunk * 16, 0, 16);
     #pragma unroll
-    for (uint e = 0; e < lines * chunks / THREADS; ++e) {
-        const uint line = (e * THREADS + t) / chunks, chunk = (e * THREADS + t) % chunks, row = first + line;
-        if (whole) {
-            copy_whole(to + chunk_at(line, chunk, lines, length), (ulong)(x + at + row_at(s, row, period) + chunk * 8), COPY);
-        } else {
-            const int bytes = row < rows ? clamp((int)width * 2 - (int)chunk * 16, 0, 16) : 0;
-            const ulong from = bytes > 0 ? at + row_at(s, row, period) + chunk * 8 : at;
-            copy_part(to + chunk_at(line, chunk, lines, length), (ulong)(x + from), COPY, bytes);
-        }
+    for (uint e = 0; e < lines / step; ++e) {
+        const uint row = first + line + e * step;
+        const bool inside = row < rows && bytes > 0;
+        const ulong from = inside ? at + row_at(s, row, period) + chunk * 8 : at;
+        copy_part(to + chunk_at(line + e * step, chunk, lines, length), (ulong)(x + from), COPY, inside ? bytes : 0);
     }
 }
 #define ASKED asm volatile("cp.async.commit_group;")
@@ -57,6 +61,21 @@ INLINE float row_sum(float x)
     return x + of_neighbour(x, 2);
 }
 
+// Whether it is so in a lane of the warp.
+INLINE bool of_any_lane(bool x)
+{
+    uint any;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\nvote.sync.any.pred p, p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(any) : "r"((uint)x));
+    return any;
+}
+// One instruction: results that are not normal are 0.
+INLINE float power_of_two(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Two numbers as halves.
 INLINE uint halves(float low, float high)
 {
@@ -65,7 +84,27 @@ INLINE uint halves(float low, float high)
     return both;
 }
 
-// s = rows of the tile at `own` times lines of the tile at `other`, both of `length` elements.
+// MULTIPLY: s = rows of the tile at `own` times lines of the tile at `other`, both of `length` elements.
+// ADD_PRODUCT: sum += `weights`, which are rows of OTHER halves, times the tile at `other`, of lines of `length` elements.
+// Sums are there after DONE, and local memory is read no more.
+#ifdef SM_90A
+// Where 16 elements from d on of each line, or 16 lines from d on, begin in a tile of so many lines, in units of 16 bytes; and how lines of
+// 64 elements lie.
+#define ALONG(tile, lines, d) ((ulong)(64u | 1u << 30) << 32 | ((tile) / 16 + (d) / 64 * (lines) * 8 + (d) % 64 / 8) | 1u << 16)
+#define ACROSS(tile, lines, d) ((ulong)(64u | 1u << 30) << 32 | ((tile) / 16 + (d) * 8) | (uint)(lines) * 8 << 16)
+#define MULTIPLY(s, own, other, length)                                                                                           \
+    BEGIN_MULTIPLY;                                                                                                               \
+    EACH(d, (length) / 16)                                                                                                        \
+        WGMMA(OTHER, s[0], ALONG((own) + t / 128 * 8192, OWN, 16 * d), ALONG(other, OTHER, 16 * d), "0, 0", d);                    \
+    END_MULTIPLY;
+#define ADD_PRODUCT(sum, weights, other, length)                                                                                  \
+    BEGIN_MULTIPLY;                                                                                                               \
+    EACH(d, OTHER / 16)                                                                                                           \
+        WGMMA_WORDS(length, sum[0], weights[0][2 * d][0], weights[0][2 * d][1], weights[0][2 * d + 1][0],                          \
+                    weights[0][2 * d + 1][1], ACROSS(other, OTHER, 16 * d), "1");                                                 \
+    END_MULTIPLY;
+#define DONE(n, sum) asm volatile(WAIT_MULTIPLIED(0) : CAT(REGISTERS_, n)(sum[0]));
+#else
 #define MULTIPLY(s, own, other, length)                                                                                           \
     CLEAR(s, OTHER);                                                                                                              \
     _Pragma("unroll") for (uint d = 0; d < (length); d += 16) {                                                                   \
@@ -80,8 +119,6 @@ INLINE uint halves(float low, float high)
             }                                                                                                                     \
         }                                                                                                                         \
     }
-
-// sum += `weights`, which are rows of OTHER halves, times the tile at `other`, of lines of `length` elements.
 #define ADD_PRODUCT(sum, weights, other, length)                                                                                  \
     EACH(d, OTHER / 16) {                                                                                                         \
         EACH(c, (length) / 16) {                                                                                                  \
@@ -95,6 +132,33 @@ INLINE uint halves(float low, float high)
             }                                                                                                                     \
         }                                                                                                                         \
     }
+#define DONE(n, sum)
+#define SHOW
+#endif
+
+// Puts products s[i][c][r], of COLUMN, under the mask: one that is not among the first `seen` keys is -inf, a number of the mask is added
+// in the same unit.
+#if MASK == 2
+#define UNDER_MASK(x, at) (SEEN((x) * scale, at) / scale)
+#else
+#define UNDER_MASK SEEN
+#endif
+#define HIDE(s, seen, mask_row, COLUMN)                                                                                           \
+    EACH(i, MT) EACH(c, NT) EACH(r, 4) {                                                                                          \
+        const uint column = COLUMN;                                                                                               \
+        s[i][c][r] = column < (seen) ? UNDER_MASK(s[i][c][r], (mask_row) + (long)column * mask_by.column) : -INFINITY;            \
+    }
+// The same of a tile of queries: how many keys each row sees, and where its part of the mask is.
+#define ROWS_SEE                                                                                                                  \
+    uint seen[MT][2];                                                                                                             \
+    ulong mask_row[MT][2];                                                                                                        \
+    EACH(i, MT) EACH(h, 2) {                                                                                                      \
+        const uint r = first + m + 16 * i + ROW_OF(2 * h);                                                                        \
+        seen[i][h] = KEYS_SEEN(r);                                                                                                \
+        mask_row[i][h] = MASK && r < rows ? START(mask) + row_at(&mask_by, r, queries) : 0;                                       \
+    }                                                                                                                             \
+    /* Keys that no row hides. */                                                                                                 \
+    const uint all_seen = MASK ? 0 : !n.causal ? keys : one_head ? min(first % queries + 1, keys) : 1;
 
 // Writes rows of sums, SCALE(i, h) times row 8 h of 16 i, to `out`.
 INLINE void store_two(Out out, ulong to, long step, uint columns, float x, float y)
@@ -133,10 +197,10 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     const uint own = (uint)(ulong)shared, k_tiles = own + BYTES(OWN, DK), v_tiles = k_tiles + 2 * BYTES(OTHER, DK);
     LANES
     SIZES
-    TILE_OF_QUERIES((ulong)get_group_id(0))
-    // Tiles before this one hide nothing from any row.
-    const uint all_seen = MASK ? 0 : !n.causal ? keys : one_head ? min(first % queries + 1, keys) : 1;
+    TILE_OF_QUERIES((uint)get_group_id(0))
+    ROWS_SEE
     const ulong k0 = START(k), v0 = START(v);
+    const float power = scale * LOG2_E; // a weight is 2 to the power of `power` times a product
 
     float sum[MT][DV / 8][4], top[MT][2], total[MT][2];
     CLEAR(sum, DV);
@@ -150,6 +214,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     ASKED;
     for (uint j0 = 0, slot = 0; j0 < most; j0 += OTHER, slot ^= 1) {
         WAIT_BUT(0);
+        SHOW;
         barrier(CLK_LOCAL_MEM_FENCE);
         if (j0 + OTHER < most) {
             fetch(k_tiles + (slot ^ 1) * BYTES(OTHER, DK), OTHER, DK, k, k0, &k_by, j0 + OTHER, keys, ONE_HEAD, width, t);
@@ -158,41 +223,34 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         }
         float s[MT][NT][4];
         MULTIPLY(s, own, k_tiles + slot * BYTES(OTHER, DK), DK)
-        if (j0 + OTHER <= all_seen) {
-            EACH(i, MT) EACH(c, NT) EACH(r, 4) s[i][c][r] *= scale * LOG2_E;
-        } else {
-            EACH(i, MT) EACH(h, 2) {
-                const uint row = first + m + 16 * i + ROW_OF(2 * h), seen = KEYS_SEEN(row);
-                const ulong mask_row = MASK && row < rows ? START(mask) + row_at(&mask_by, row, queries) : 0;
-                EACH(c, NT) EACH(e, 2) {
-                    const uint column = j0 + 8 * c + COLUMN_OF(e);
-                    const float x = s[i][c][2 * h + e] * scale;
-                    s[i][c][2 * h + e] =
-                        column < seen ? SEEN(x, mask_row + (long)column * mask_by.column) * LOG2_E : -INFINITY;
-                }
-            }
-        }
+        DONE(OTHER, s)
+        if (j0 + OTHER > all_seen)
+            HIDE(s, seen[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
         uint weights[MT][NT][2];
         EACH(i, MT) EACH(h, 2) {
             // A NaN need not be found here: the sum has it.
             float next = top[i][h];
             EACH(c, NT) next = fmax(next, fmax(s[i][c][2 * h], s[i][c][2 * h + 1]));
             next = row_max(next);
-            const float base = next == -INFINITY ? 0 : next, shrink = native_exp2(top[i][h] - base);
+            const float base = next == -INFINITY ? 0 : next * power, shrink = power_of_two(fma(top[i][h], power, -base));
             top[i][h] = next;
             total[i][h] *= shrink;
-            EACH(c, DV / 8) {
-                sum[i][c][2 * h] *= shrink;
-                sum[i][c][2 * h + 1] *= shrink;
+            if (of_any_lane(shrink != 1)) {
+                EACH(c, DV / 8) {
+                    sum[i][c][2 * h] *= shrink;
+                    sum[i][c][2 * h + 1] *= shrink;
+                }
             }
             EACH(c, NT) {
-                const float x = native_exp2(s[i][c][2 * h] - base), y = native_exp2(s[i][c][2 * h + 1] - base);
+                const float x = power_of_two(fma(s[i][c][2 * h], power, -base));
+                const float y = power_of_two(fma(s[i][c][2 * h + 1], power, -base));
                 total[i][h] += x + y;
                 const uint row = first + m + 16 * i + ROW_OF(2 * h), column = j0 + 8 * c + COLUMN_OF(0);
                 weights[i][c][h] = halves(x * KEPT(row, column), y * KEPT(row, column + 1));
             }
         }
         ADD_PRODUCT(sum, weights, v_tiles + slot * BYTES(OTHER, DV), DV)
+        DONE(DV, sum)
     }
     EACH(i, MT) EACH(h, 2) total[i][h] = row_sum(total[i][h]);
     #define INVERSE(i, h) (total[i][h] == 0 ? 0 : 1 / total[i][h])
@@ -201,7 +259,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         EACH(i, MT) EACH(h, 2) {
             const uint r = first + m + 16 * i + ROW_OF(2 * h);
             if (r < rows)
-                lse[lse_at + b * rows + r] = top[i][h] * LN_2 + log(total[i][h]);
+                lse[lse_at + (ulong)b * rows + r] = top[i][h] * scale + log(total[i][h]);
         }
     }
 }
@@ -219,15 +277,17 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     const uint k_tiles = grads + BYTES(OWN, DV), v_tiles = k_tiles + 2 * BYTES(OTHER, DK);
     LANES
     SIZES
-    TILE_OF_QUERIES((ulong)get_group_id(0))
-    const uint all_seen = MASK ? 0 : !n.causal ? keys : one_head ? min(first % queries + 1, keys) : 1;
+    TILE_OF_QUERIES((uint)get_group_id(0))
+    ROWS_SEE
     const ulong k0 = START(k), v0 = START(v);
+    const float power = scale * LOG2_E;
 
     fetch(own, OWN, DK, q, START(q), &q_by, first, rows, queries, width, t);
     fetch(grads, OWN, DV, grad, START(grad), &grad_by, first, rows, queries, value_width, t);
     fetch(k_tiles, OWN, DV, out, START(out), &out_by, first, rows, queries, value_width, t);
     ASKED;
     WAIT_BUT(0);
+    SHOW;
     barrier(CLK_LOCAL_MEM_FENCE);
     float base[MT][2], less[MT][2];
     EACH(i, MT) EACH(h, 2) {
@@ -243,7 +303,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         less[i][h] = row_sum(share);
         base[i][h] = BASE(r) * LOG2_E;
         if (lane % 4 == 0 && r < rows)
-            delta[delta_at + b * rows + r] = less[i][h];
+            delta[delta_at + (ulong)b * rows + r] = less[i][h];
     }
     barrier(CLK_LOCAL_MEM_FENCE);
 
@@ -254,6 +314,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     ASKED;
     for (uint j0 = 0, slot = 0; j0 < most; j0 += OTHER, slot ^= 1) {
         WAIT_BUT(0);
+        SHOW;
         barrier(CLK_LOCAL_MEM_FENCE);
         if (j0 + OTHER < most) {
             fetch(k_tiles + (slot ^ 1) * BYTES(OTHER, DK), OTHER, DK, k, k0, &k_by, j0 + OTHER, keys, ONE_HEAD, width, t);
@@ -263,19 +324,12 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         const uint k_tile = k_tiles + slot * BYTES(OTHER, DK), v_tile = v_tiles + slot * BYTES(OTHER, DV);
         float s[MT][NT][4], dp[MT][NT][4];
         MULTIPLY(s, own, k_tile, DK)
-        const bool whole = j0 + OTHER <= all_seen;
-        EACH(i, MT) EACH(h, 2) {
-            const uint row = first + m + 16 * i + ROW_OF(2 * h), seen = KEYS_SEEN(row);
-            const ulong mask_row = MASK && row < rows ? START(mask) + row_at(&mask_by, row, queries) : 0;
-            EACH(c, NT) EACH(e, 2) {
-                const uint column = j0 + 8 * c + COLUMN_OF(e);
-                float x = s[i][c][2 * h + e] * scale;
-                if (!whole)
-                    x = column < seen ? SEEN(x, mask_row + (long)column * mask_by.column) : -INFINITY;
-                s[i][c][2 * h + e] = native_exp2(fma(x, LOG2_E, -base[i][h]));
-            }
-        }
         MULTIPLY(dp, grads, v_tile, DV)
+        DONE(OTHER, s)
+        DONE(OTHER, dp)
+        if (j0 + OTHER > all_seen)
+            HIDE(s, seen[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
+        EACH(i, MT) EACH(c, NT) EACH(r, 4) s[i][c][r] = power_of_two(fma(s[i][c][r], power, -base[i][r / 2]));
         uint weights[MT][NT][2];
         EACH(i, MT) EACH(h, 2) EACH(c, NT) {
             const uint row = first + m + 16 * i + ROW_OF(2 * h), column = j0 + 8 * c + COLUMN_OF(0);
@@ -284,6 +338,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             weights[i][c][h] = halves(x, y);
         }
         ADD_PRODUCT(sum, weights, k_tile, DK)
+        DONE(DK, sum)
     }
     STORE_ROWS(sum, DK, dq, START(dq), dq_by, rows, queries, width, SCALE_OF_GRADIENT)
 }
@@ -294,12 +349,15 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
        Rows lse, ulong lse_at, Rows delta, ulong delta_at, const Sizes n, RANDOM)
 {
     SHARED(BYTES(OWN, DK) + BYTES(OWN, DV) + TILES);
+    __local float stats[2][2][OTHER] __attribute__((aligned(8))); // the log-sum-exp, base 2, and delta of a tile's queries
+    #define LESS(r) ((r) < rows ? delta[delta_at + (ulong)b * rows + (r)] : 0)
     const uint own = (uint)(ulong)shared, values = own + BYTES(OWN, DK);
     const uint q_tiles = values + BYTES(OWN, DV), grad_tiles = q_tiles + 2 * BYTES(OTHER, DK);
     LANES
     SIZES
     TILE_OF_KEYS
     const ulong q0 = START(q), grad0 = START(grad), mask0 = MASK ? START(mask) : 0;
+    const float power = scale * LOG2_E;
 
     float sum_k[MT][DK / 8][4], sum_v[MT][DV / 8][4];
     CLEAR(sum_k, DK);
@@ -310,9 +368,15 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     fetch(q_tiles, OTHER, DK, q, q0, &q_by, r0, rows, queries, width, t);
     fetch(grad_tiles, OTHER, DV, grad, grad0, &grad_by, r0, rows, queries, value_width, t);
     ASKED;
+    if (t < OTHER) {
+        stats[0][0][t] = BASE(r0 + t) * LOG2_E;
+        stats[0][1][t] = LESS(r0 + t);
+    }
     for (uint slot = 0; r0 < rows; slot ^= 1) {
         const uint after = next_tile(&n, r0 + OTHER, first, OTHER);
+        const float base_after = t < OTHER ? BASE(after + t) * LOG2_E : 0, less_after = t < OTHER ? LESS(after + t) : 0;
         WAIT_BUT(0);
+        SHOW;
         barrier(CLK_LOCAL_MEM_FENCE);
         if (after < rows) {
             fetch(q_tiles + (slot ^ 1) * BYTES(OTHER, DK), OTHER, DK, q, q0, &q_by, after, rows, queries, width, t);
@@ -320,44 +384,54 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             ASKED;
         }
         const uint q_tile = q_tiles + slot * BYTES(OTHER, DK), grad_tile = grad_tiles + slot * BYTES(OTHER, DV);
-        // Nothing is hidden where the first query of one head sees the last key of this tile.
-        const bool one_head = r0 / queries == (r0 + OTHER - 1) / queries;
-        const bool whole = !MASK && r0 + OTHER <= rows && first + OWN <= (!n.causal ? keys : one_head ? min(r0 % queries + 1, keys) : 0);
+        // The query that is first in its head, of all rows of the tile or of each.
+        const uint head = r0 / queries * queries;
+        const bool one_head = r0 + OTHER <= head + queries;
+        #define QUERY(row) (one_head ? (row) - head : (row) % queries)
+        // Nothing is hidden where the first query sees the last key of this tile.
+        const uint all_seen = !n.causal ? keys : one_head ? min(QUERY(r0) + 1, keys) : 0;
+        const bool whole = !MASK && r0 + OTHER <= rows && first + OWN <= all_seen;
         float s[MT][NT][4];
         MULTIPLY(s, own, q_tile, DK)
+        DONE(OTHER, s)
+        if (!whole) {
+            #define ROW (r0 + 8 * c + COLUMN_OF(r))
+            #define SEES (ROW >= rows ? 0 : n.causal ? min(QUERY(ROW) + 1, keys) : keys)
+            #define OF_MASK (MASK && ROW < rows ? mask0 + (one_head ? head / queries : ROW / queries) * mask_by.head + QUERY(ROW) * mask_by.row : 0)
+            HIDE(s, SEES, OF_MASK, first + m + 16 * i + ROW_OF(r))
+        }
         uint weights[MT][NT][2];
         EACH(c, NT) {
-            EACH(e, 2) {
-                const uint r = r0 + 8 * c + COLUMN_OF(e), seen = KEYS_SEEN(r);
-                const ulong mask_row = MASK && r < rows ? mask0 + row_at(&mask_by, r, queries) : 0;
-                const float base = BASE(r) * LOG2_E;
-                EACH(i, MT) EACH(h, 2) {
-                    const uint column = first + m + 16 * i + ROW_OF(2 * h);
-                    float x = s[i][c][2 * h + e] * scale;
-                    if (!whole)
-                        x = column < seen ? SEEN(x, mask_row + (long)column * mask_by.column) : -INFINITY;
-                    s[i][c][2 * h + e] = native_exp2(fma(x, LOG2_E, -base));
-                }
-            }
+            const float2 base = *(__local float2 *)&stats[slot][0][8 * c + COLUMN_OF(0)];
             EACH(i, MT) EACH(h, 2) {
-                const uint r = r0 + 8 * c + COLUMN_OF(0), column = first + m + 16 * i + ROW_OF(2 * h);
-                weights[i][c][h] = halves(s[i][c][2 * h] * KEPT(r, column), s[i][c][2 * h + 1] * KEPT(r + 1, column));
+                const uint row = r0 + 8 * c + COLUMN_OF(0), column = first + m + 16 * i + ROW_OF(2 * h);
+                const float x = power_of_two(fma(s[i][c][2 * h], power, -base.x));
+                const float y = power_of_two(fma(s[i][c][2 * h + 1], power, -base.y));
+                s[i][c][2 * h] = x;
+                s[i][c][2 * h + 1] = y;
+                weights[i][c][h] = halves(x * KEPT(row, column), y * KEPT(row + 1, column));
             }
         }
         ADD_PRODUCT(sum_v, weights, grad_tile, DV)
         float dp[MT][NT][4];
         MULTIPLY(dp, values, grad_tile, DV)
+        DONE(DV, sum_v)
+        DONE(OTHER, dp)
         EACH(c, NT) {
-            const uint r = r0 + 8 * c + COLUMN_OF(0);
-            const float less[2] = {r < rows ? delta[delta_at + b * rows + r] : 0, r + 1 < rows ? delta[delta_at + b * rows + r + 1] : 0};
+            const float2 less = *(__local float2 *)&stats[slot][1][8 * c + COLUMN_OF(0)];
             EACH(i, MT) EACH(h, 2) {
-                const uint column = first + m + 16 * i + ROW_OF(2 * h);
-                const float x = s[i][c][2 * h] * (dp[i][c][2 * h] * KEPT(r, column) - less[0]);
-                const float y = s[i][c][2 * h + 1] * (dp[i][c][2 * h + 1] * KEPT(r + 1, column) - less[1]);
+                const uint row = r0 + 8 * c + COLUMN_OF(0), column = first + m + 16 * i + ROW_OF(2 * h);
+                const float x = s[i][c][2 * h] * (dp[i][c][2 * h] * KEPT(row, column) - less.x);
+                const float y = s[i][c][2 * h + 1] * (dp[i][c][2 * h + 1] * KEPT(row + 1, column) - less.y);
                 weights[i][c][h] = halves(x, y);
             }
         }
         ADD_PRODUCT(sum_k, weights, q_tile, DK)
+        DONE(DK, sum_k)
+        if (t < OTHER) {
+            stats[slot ^ 1][0][t] = base_after;
+            stats[slot ^ 1][1][t] = less_after;
+        }
         r0 = after;
     }
     STORE_ROWS(sum_k, DK, dk, START(dk), dk_by, keys, ONE_HEAD, width, SCALE_OF_GRADIENT)

@@ -111,7 +111,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
     const uint t = get_local_id(0), tx = t % TX, ty = t / TX;
     SIZES
     const uint part = get_group_id(0) % n.parts;
-    TILE_OF_QUERIES(get_group_id(0) / n.parts)
+    TILE_OF_QUERIES((uint)(get_group_id(0) / n.parts))
     const uint each = ((keys + OTHER - 1) / OTHER + n.parts - 1) / n.parts * OTHER;
     const uint begin = min(part * each, most), end = min(begin + each, most);
     const ulong q0 = START(q), k0 = START(k), v0 = START(v);
@@ -192,7 +192,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
     for (int i = 0; i < MI; ++i) {
         const uint r = first + ty + i * TY;
         if (r < rows) {
-            const ulong to = partial_at + ((b * rows + r) * n.parts + part) * (DV + 2);
+            const ulong to = partial_at + (((ulong)b * rows + r) * n.parts + part) * (DV + 2);
             for (int c = 0; c < FOURS_V; ++c)
                 vstore4(sum[i][c], tx + c * TX, partial + to + 2);
             if (tx == 0) {
@@ -208,7 +208,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         for (int i = 0; i < MI; ++i) {
             const uint r = first + ty + i * TY;
             if (r < rows)
-                lse[lse_at + b * rows + r] = top[i] + log(total[i]);
+                lse[lse_at + (ulong)b * rows + r] = top[i] + log(total[i]);
         }
     }
 #endif
@@ -226,7 +226,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
     __local ACC weights[OWN * PITCH_W] __attribute__((aligned(32)));
     const uint t = get_local_id(0), tx = t % TX, ty = t / TX;
     SIZES
-    TILE_OF_QUERIES((ulong)get_group_id(0))
+    TILE_OF_QUERIES((uint)get_group_id(0))
     const ulong q0 = START(q), k0 = START(k), v0 = START(v);
     const ulong out0 = START(out), grad0 = START(grad);
     const uint depth = (width + 3) / 4 * 4, value_depth = (value_width + 3) / 4 * 4;
@@ -262,7 +262,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         for (int c = 0; c < TX; ++c)
             less[i] += weights[(ty + i * TY) * PITCH_W + c];
         if (tx == 0 && r < rows)
-            delta[delta_at + b * rows + r] = less[i];
+            delta[delta_at + (ulong)b * rows + r] = less[i];
     }
 
     for (uint j0 = 0; j0 < most; j0 += OTHER) {
@@ -346,7 +346,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         #pragma unroll
         for (int j = 0; j < NI; ++j) {
             const uint r = r0 + tx + j * TX, seen = KEYS_SEEN(r);
-            const ACC less = r < rows ? delta[delta_at + b * rows + r] : 0;
+            const ACC less = r < rows ? delta[delta_at + (ulong)b * rows + r] : 0;
             #pragma unroll
             for (int i = 0; i < MI; ++i) {
                 const uint column = first + ty + i * TY;

@@ -62,33 +62,7 @@ static inline void cut(uint x[4], uint to, const uint plane)
 }
 
 #ifdef SM_90A
-// Four warps multiply 64 rows by all columns, straight from local memory. The target the compiler builds for has no such
-// instruction: it sees comments, which the host opens in what has been compiled.
-#define TEN(tens) "%" tens "0, %" tens "1, %" tens "2, %" tens "3, %" tens "4, %" tens "5, %" tens "6, %" tens "7, %" tens "8, %" tens "9, "
-#define R32 TEN("") TEN("1") TEN("2") "%30, %31"
-#define R64 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5") "%60, %61, %62, %63"
-#define R128 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5") TEN("6") TEN("7") TEN("8") TEN("9") TEN("10") TEN("11") \
-    "%120, %121, %122, %123, %124, %125, %126, %127"
-#define F4(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-#define F16(d, j) F4(d, j), F4(d, j + 1), F4(d, j + 2), F4(d, j + 3)
-#define F32(d, j) F16(d, j), F16(d, j + 4)
-#define F64(d, j) F32(d, j), F32(d, j + 8)
-#if TILE_N == 256
-#define REGISTERS(d) F64(d, 0), F64(d, 16)
-#define NAMES R128
-#define FROM "%128, %129"
-#define ADD "%130"
-#elif TILE_N == 128
-#define REGISTERS(d) F64(d, 0)
-#define NAMES R64
-#define FROM "%64, %65"
-#define ADD "%66"
-#else
-#define REGISTERS(d) F32(d, 0)
-#define NAMES R32
-#define FROM "%32, %33"
-#define ADD "%34"
-#endif
+#define REGISTERS(d) CAT(REGISTERS_, TILE_N)(d)
 
 // Where 16 of k from k on begin, in units of 16 bytes (a slice's first are at `from`), and how the lines lie.
 #define DESCRIBE(X, from, k)                                                                                           \
@@ -97,17 +71,8 @@ static inline void cut(uint x[4], uint to, const uint plane)
      | ((from) + (X##ALONG_K ? (k) / 8 : (k) * 8) | (uint)(X##ALONG_K ? 1 : X##LINES * 8) << 16))
 
 // d = a b + (add ? d : 0)
-#define MULTIPLY(d, a, b, add)                                                                                         \
-    asm volatile("//@ {\n//@ .reg .pred add;\n//@ setp.ne.b32 add, " ADD ", 0;\n"                                       \
-                 "//@ wgmma.mma_async.sync.aligned.m64n" TEXT(TILE_N) "k16.f32." MMA "." MMA " {" NAMES "}, "             \
-                 FROM ", add, 1, 1, " TEXT(A_TRANSPOSED) ", " TEXT(B_TRANSPOSED) ";\n//@ }"                                     \
-                 : REGISTERS(d)                                                                                        \
-                 : "l"(a), "l"(b), "r"(add))
-#define BEGIN_MULTIPLY asm volatile("//@ wgmma.fence.sync.aligned;")
-#define END_MULTIPLY asm volatile("//@ wgmma.commit_group.sync.aligned;")
-#define MULTIPLIED_BUT(n, d) asm volatile("//@ wgmma.wait_group.sync.aligned " #n ";" : REGISTERS(d))
-// What was written to local memory is seen by wgmma.
-#define SHOW asm volatile("fence.proxy.async.shared::cta;")
+#define MULTIPLY(d, a, b, add) WGMMA(TILE_N, d, a, b, TEXT(A_TRANSPOSED) ", " TEXT(B_TRANSPOSED), add)
+#define MULTIPLIED_BUT(n, d) asm volatile(WAIT_MULTIPLIED(n) : REGISTERS(d))
 
 #ifdef ROUNDED
 // Bytes between rows of results that are staged.

@@ -52,4 +52,47 @@ static inline void mma(float c[4], const uint a[4], const uint b[2])
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+
+#ifdef SM_90A
+// wgmma: four warps multiply 64 rows by N columns, straight from local memory. The target the compiler builds for has no such
+// instruction: it sees comments, which the host opens in what has been compiled.
+#define TEN(tens) "%" tens "0, %" tens "1, %" tens "2, %" tens "3, %" tens "4, %" tens "5, %" tens "6, %" tens "7, %" tens "8, %" tens "9, "
+#define NAMES_64 TEN("") TEN("1") TEN("2") "%30, %31"
+#define NAMES_128 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5") "%60, %61, %62, %63"
+#define NAMES_256 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5") TEN("6") TEN("7") TEN("8") TEN("9") TEN("10") TEN("11") \
+    "%120, %121, %122, %123, %124, %125, %126, %127"
+#define F4(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+#define F16(d, j) F4(d, j), F4(d, j + 1), F4(d, j + 2), F4(d, j + 3)
+#define F32(d, j) F16(d, j), F16(d, j + 4)
+#define F64(d, j) F32(d, j), F32(d, j + 8)
+#define REGISTERS_64(d) F32(d, 0)
+#define REGISTERS_128(d) F64(d, 0)
+#define REGISTERS_256(d) F64(d, 0), F64(d, 16)
+// The operands after the sums: whether to add to them, and both matrices as descriptors, or the left one as four words of halves.
+#define ADD_64 "%32"
+#define ADD_128 "%64"
+#define ADD_256 "%128"
+#define DESCRIBED_64 "%33, %34"
+#define DESCRIBED_128 "%65, %66"
+#define DESCRIBED_256 "%129, %130"
+#define WORDS_64 "{%33, %34, %35, %36}, %37"
+#define WORDS_128 "{%65, %66, %67, %68}, %69"
+#define WGMMA_TEXT(n, matrices, transposed)                                                                            \
+    "//@ {\n//@ .reg .pred add;\n//@ setp.ne.b32 add, " CAT(ADD_, n) ", 0;\n"                                          \
+    "//@ wgmma.mma_async.sync.aligned.m64n" TEXT(n) "k16.f32." MMA "." MMA " {" CAT(NAMES_, n) "}, " matrices            \
+    ", add, 1, 1, " transposed ";\n//@ }"
+// d = a b + (add ? d : 0)
+#define WGMMA(n, d, a, b, transposed, add)                                                                             \
+    asm volatile(WGMMA_TEXT(n, CAT(DESCRIBED_, n), transposed) : CAT(REGISTERS_, n)(d) : "r"(add), "l"(a), "l"(b))
+// d += a b
+#define WGMMA_WORDS(n, d, a0, a1, a2, a3, b, transposed)                                                               \
+    asm volatile(WGMMA_TEXT(n, CAT(WORDS_, n), transposed)                                                             \
+                 : CAT(REGISTERS_, n)(d)                                                                               \
+                 : "r"(1), "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
+#define BEGIN_MULTIPLY asm volatile("//@ wgmma.fence.sync.aligned;")
+#define END_MULTIPLY asm volatile("//@ wgmma.commit_group.sync.aligned;")
+#define WAIT_MULTIPLIED(n) "//@ wgmma.wait_group.sync.aligned " #n ";"
+// What was written to local memory is seen by wgmma.
+#define SHOW asm volatile("fence.proxy.async.shared::cta;")
+#endif
 #endif

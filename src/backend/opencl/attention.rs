@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::attention_tile::{self, Entry, Tile, WIDEST_HEAD, WIDEST_MMA};
+use crate::backend::opencl::attention_tile::{self, Entry, Tile, WIDEST_HEAD};
 use crate::backend::opencl::gemm::is_processor;
 use crate::backend::opencl::geometry::{LOCAL, flag, free_group, vector_defines, vector_width};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
@@ -35,9 +35,7 @@ pub(crate) fn has(a: &FusedAttention) -> Result<bool> {
     let device = a.q.cl_device()?;
     let [heads, queries, keys, width, value_width] = a.sizes();
     let by_products = || {
-        let multiplied = attention_tile::many_halves(device, a);
-        multiplied
-            && attention_tile::copied_at_once(&[a.q, a.k, a.v]).is_none_or(|_| width.max(value_width) > WIDEST_MMA)
+        attention_tile::many_halves(device, a) && attention_tile::copied_at_once(device, a, &[a.q, a.k, a.v]).is_none()
     };
     Ok(!is_processor(device)
         && !by_products()
@@ -148,15 +146,13 @@ impl<'a> Launches<'a> {
         let of_gradient = backward.then(|| &operands[5]);
         let staged: SmallVec<[&Tensor; 5]> = operands[..3].iter().chain(of_gradient).copied().collect();
         let all: SmallVec<[&Tensor; 5]> = staged.iter().copied().chain(backward.then(|| operands[4])).collect();
-        let [.., width, value_width] = a.sizes();
-        let copy = attention_tile::copied_at_once(&all)
-            .filter(|_| attention_tile::many_halves(device, a) && width.max(value_width) <= WIDEST_MMA);
+        let copy = attention_tile::copied_at_once(device, a, &all);
         let results = if backward { &operands[6..] } else { &operands[4..] };
-        let (moved, together) = if copy.is_some() { (results, 2) } else { (&staged[..], 0) };
+        let moved = if copy.is_some() { results } else { &staged[..] };
         let last = moved.iter().map(|t| t.shape().dims()[t.rank() - 1] as isize);
-        let starts = moved.iter().flat_map(|t| attention_tile::row_starts(t)).chain(last);
+        let mut starts = moved.iter().flat_map(|t| attention_tile::row_starts(t)).chain(last);
         let width = match moved.iter().all(|t| t.strides()[t.rank() - 1] == 1) {
-            true if together == 2 => 1 + usize::from({ starts }.all(|start| start % 2 == 0)),
+            true if copy.is_some() => 1 + usize::from(starts.all(|start| start % 2 == 0)),
             true => vector_width(device, a.q.dtype, starts),
             false => 1,
         };

@@ -2,14 +2,14 @@
 
 use crate::backend::opencl::geometry::declarable_local_memory;
 use crate::backend::problem::attention::FusedAttention;
-use crate::device::opencl::ClDevice;
+use crate::device::opencl::{ClDevice, SM_90A};
 use crate::{DType, Tensor};
 
 /// The widest heads: of wider ones a tile of a few rows fills the local memory.
 pub(crate) const WIDEST_HEAD: usize = 256;
 
 /// The widest whose gradients stay in registers where tensor cores multiply.
-pub(crate) const WIDEST_MMA: usize = 128;
+const WIDEST_MMA: usize = 128;
 
 /// Queries up to which halves are multiplied in f32 on a device with tensor cores, of whose fragments most would be empty.
 const FEW_QUERIES: usize = 16;
@@ -29,8 +29,8 @@ pub(crate) enum Entry {
 pub(crate) enum Tile {
     /// Work-items along rows and columns, and the scores of each.
     Plain { columns: usize, rows: usize, mi: usize, ni: usize },
-    /// On tensor cores: each of `WARPS` warps has so many fragments of 16 rows.
-    Mma { fragments: usize, other: usize },
+    /// On tensor cores: each warp has so many fragments of 16 rows; four of them multiply together where `wgmma` does it.
+    Mma { warps: usize, fragments: usize, other: usize, wgmma: bool },
 }
 
 /// The largest first: these do the most arithmetic for an element that they read.
@@ -46,30 +46,33 @@ const PLAIN: [Tile; 9] = [
     plain(4, 1, 1),
 ];
 
-/// Warps of a group that multiplies on tensor cores.
-const WARPS: usize = 4;
-
 const fn plain(rows: usize, mi: usize, ni: usize) -> Tile {
     Tile::Plain { columns: 8, rows, mi, ni }
 }
 
 const fn mma(fragments: usize, other: usize) -> Tile {
-    Tile::Mma { fragments, other }
+    Tile::Mma { warps: 4, fragments, other, wgmma: false }
 }
+
+const WGMMA: Tile = Tile::Mma { warps: 4, fragments: 1, other: 64, wgmma: true };
 
 /// Whether these are halves, and enough of them, on a device whose tensor cores multiply them.
 pub(crate) fn many_halves(device: &ClDevice, a: &FusedAttention) -> bool {
     a.q.dtype.size() == 2 && a.sizes()[1] > FEW_QUERIES && device.tensor_cores().local > 0
 }
 
-/// How many bytes of their rows may be copied at once; none where they are not contiguous, or begin anywhere.
-pub(crate) fn copied_at_once(tensors: &[&Tensor]) -> Option<usize> {
-    let in_rows = |t: &&Tensor| t.strides()[t.rank() - 1] == 1 || t.shape().dims()[t.rank() - 1] == 1;
+/// Bytes of these tensors' rows that are copied at once where tensor cores multiply; none where others have to: where rows are not contiguous
+/// or begin anywhere, heads are too wide, or the scale is not positive, so that the greatest product has not the greatest weight.
+pub(crate) fn copied_at_once(device: &ClDevice, a: &FusedAttention, tensors: &[&Tensor]) -> Option<usize> {
+    let [.., width, value_width] = a.sizes();
+    let last = |t: &Tensor| t.rank() - 1;
+    let in_rows = tensors.iter().all(|t| t.strides()[last(t)] == 1 || t.shape().dims()[last(t)] == 1);
+    let taken = many_halves(device, a) && in_rows && width.max(value_width) <= WIDEST_MMA && a.scale > 0.0;
     let aligned = |copy: usize| {
         let mut starts = tensors.iter().flat_map(|t| row_starts(t).map(|start| start.unsigned_abs() * t.dtype.size()));
         starts.all(|bytes| bytes.is_multiple_of(copy))
     };
-    tensors.iter().all(in_rows).then(|| [16, 8, 4].into_iter().find(|&copy| aligned(copy))).flatten()
+    taken.then(|| [16, 8, 4].into_iter().find(|&copy| aligned(copy))).flatten()
 }
 
 /// Elements of which the distances between rows of a tensor are multiples.
@@ -84,7 +87,7 @@ impl Tile {
     pub(crate) fn own(self) -> usize {
         match self {
             Tile::Plain { rows, mi, .. } => rows * mi,
-            Tile::Mma { fragments, .. } => WARPS * fragments * 16,
+            Tile::Mma { warps, fragments, .. } => warps * fragments * 16,
         }
     }
 
@@ -99,7 +102,7 @@ impl Tile {
     pub(crate) fn group(self) -> usize {
         match self {
             Tile::Plain { columns, rows, .. } => rows * columns,
-            Tile::Mma { .. } => WARPS * 32,
+            Tile::Mma { warps, .. } => warps * 32,
         }
     }
 
@@ -107,7 +110,7 @@ impl Tile {
     pub(crate) fn padded(self, width: usize) -> usize {
         match self {
             Tile::Plain { columns, .. } => width.next_multiple_of(4 * columns),
-            Tile::Mma { .. } => width.next_power_of_two().max(32),
+            Tile::Mma { wgmma, .. } => width.next_power_of_two().max(if wgmma { 64 } else { 32 }),
         }
     }
 
@@ -121,7 +124,7 @@ impl Tile {
                 let resident = if backward { own * (k + v + 8) } else { own * (k + 4 + columns) };
                 resident + other * (k.max(v) + 4) + own * (other + 4)
             }
-            Tile::Mma { .. } if backward => own * (k + v) + (2 * other * (k + v)).max(own * v),
+            Tile::Mma { .. } if backward => own * (k + v) + (2 * other * (k + v)).max(own * v) + 8 * other,
             Tile::Mma { .. } => own * k + 2 * other * (k + v),
         };
         let dtype = if matches!(self, Tile::Plain { .. }) { a.q.dtype.compute().dtype() } else { a.q.dtype };
@@ -145,14 +148,15 @@ impl Tile {
         entry: Entry,
         groups: impl Fn(Tile) -> usize,
     ) -> Vec<Tile> {
-        let (units, memory) = (device.info().compute_units, device.tensor_cores().local);
+        let (units, cores) = (device.info().compute_units, device.tensor_cores());
         let [.., width, value_width] = a.sizes();
         let tiles: &[Tile] = match (entry, width.max(value_width) > 64) {
+            _ if cores.wgmma => &[WGMMA],
             (Entry::Keys, false) => &[mma(2, 32), mma(1, 32)],
             (Entry::Forward, false) => &[mma(1, 64), mma(1, 32)],
             _ => &[mma(1, 32)],
         };
-        let fits = |tile: &Tile| tile.local_memory(a, entry) <= memory;
+        let fits = |tile: &Tile| tile.local_memory(a, entry) <= cores.local;
         let mut tiles: Vec<Tile> = tiles.iter().copied().filter(fits).collect();
         tiles.sort_by_key(|&tile| if groups(tile) < units { tile.own() } else { 0 });
         tiles
@@ -162,7 +166,7 @@ impl Tile {
     pub(crate) fn key(self) -> u64 {
         let numbers = match self {
             Tile::Plain { columns, rows, mi, ni } => [columns, rows, mi, ni],
-            Tile::Mma { fragments, other } => [0, 0, fragments, other],
+            Tile::Mma { warps, fragments, other, wgmma } => [usize::from(wgmma), warps << 4 | fragments, 0, other],
         };
         numbers.into_iter().fold(0, |key, n| key << 8 | n as u64)
     }
@@ -173,10 +177,11 @@ impl Tile {
             Tile::Plain { columns, rows, mi, ni } => {
                 format!("#define TX {columns}\n#define TY {rows}\n#define MI {mi}\n#define NI {ni}\n")
             }
-            Tile::Mma { fragments, other } => {
+            Tile::Mma { warps, fragments, other, wgmma } => {
+                let target = if wgmma { SM_90A } else { "" };
                 let unit = if dtype == DType::F16 { "f16" } else { "bf16" };
                 format!(
-                    "#define MMA \"{unit}\"\n#define WARPS {WARPS}\n#define MT {fragments}\n#define OTHER {other}\n"
+                    "{target}#define MMA \"{unit}\"\n#define WARPS {warps}\n#define MT {fragments}\n#define OTHER {other}\n"
                 )
             }
         }
