@@ -247,12 +247,12 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
         FENCE;                                                                                                         \
         others = atomic_inc(arrived + first_arrived + group / slices);                                                 \
         FENCE;                                                                                                         \
+        if (others == slices - 1)                                                                                      \
+            arrived[first_arrived + group / slices] = 0;                                                               \
     }                                                                                                                  \
     barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);                                                               \
     if (others != slices - 1)                                                                                          \
-        return;                                                                                                        \
-    if (lid == 0)                                                                                                      \
-        arrived[first_arrived + group / slices] = 0;
+        return;
 #define COMBINE_SLICES(o, there)                                                                                       \
     Acc all = neutral();                                                                                               \
     if (there)                                                                                                         \

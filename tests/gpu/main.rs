@@ -11,6 +11,7 @@ mod implicit_gemm;
 mod indices;
 mod kernels;
 mod products;
+mod reductions;
 mod rows;
 mod softmax;
 mod trials;
