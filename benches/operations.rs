@@ -303,10 +303,11 @@ impl Suite {
         let tracked = q4.try_clone()?.requires_grad_(true)?;
         let plain = Attention::default();
         let causal = Attention { is_causal: true, ..plain };
-        let backward = || -> Result<()> {
-            let y = tracked.scaled_dot_product_attention(&tracked, &tracked, causal)?;
+        let of_halves = q16.detach().requires_grad_(true)?;
+        let backward = |leaf: &Tensor| -> Result<()> {
+            let y = leaf.scaled_dot_product_attention(leaf, leaf, causal)?;
             y.backward_with(&y.ones_like()?)?;
-            tracked.zero_grad();
+            leaf.zero_grad();
             Ok(())
         };
         self.run(
@@ -315,8 +316,9 @@ impl Suite {
                 "bmm" => q.bmm(&k.transpose(1, 2)?);
                 "attention" => q4.scaled_dot_product_attention(&k4, &v4, plain);
                 "attention, causal" => q4.scaled_dot_product_attention(&k4, &v4, causal);
-                "attention, backward" => backward();
+                "attention, backward" => backward(&tracked);
                 "attention, f16" => q16.scaled_dot_product_attention(&k16, &v16, causal);
+                "attention, f16, backward" => backward(&of_halves);
             },
         )
     }

@@ -125,11 +125,13 @@ def sequences(n, h, s, e):
     q, k, v = (torch.randn(n * h, s, e, device=dev) for _ in range(3))
     four = [t.reshape(n, h, s, e) for t in (q, k, v)]
     half, tq = [t.half() for t in four], leaf(four[0])
+    th = leaf(half[0])
     attention = F.scaled_dot_product_attention
     return {"bmm": lambda: q.bmm(k.transpose(1, 2)), "attention": lambda: attention(*four),
             "attention, causal": lambda: attention(*four, is_causal=True),
             "attention, backward": backward(lambda: attention(tq, tq, tq, is_causal=True), tq),
-            "attention, f16": lambda: attention(*half, is_causal=True)}
+            "attention, f16": lambda: attention(*half, is_causal=True),
+            "attention, f16, backward": backward(lambda: attention(th, th, th, is_causal=True), th)}
 
 
 def measure(f):

@@ -1,0 +1,94 @@
+//! The convolutions of ResNet-50 and the depthwise ones of MobileNetV2, each distinct one, forward and with both gradients: `convolutions
+//! [--device D] [--only TEXT]`, a line of JSON each, the median of many calls in microseconds. `benches/convolutions_torch.py` sets
+//! PyTorch's beside them.
+
+use std::error::Error;
+use std::time::Instant;
+
+use claystone::ops::ConvOptions;
+use claystone::{DType, Device, Result, Tensor};
+
+/// Images of a call.
+const BATCH: usize = 64;
+
+/// Channels in, channels out, side of the images, side of the kernel, stride; groups are 1.
+const RESNET_50: [[usize; 5]; 19] = [
+    [3, 64, 224, 7, 2],
+    [64, 64, 56, 1, 1],
+    [64, 64, 56, 3, 1],
+    [64, 256, 56, 1, 1],
+    [256, 64, 56, 1, 1],
+    [256, 128, 56, 1, 1],
+    [128, 128, 56, 3, 2],
+    [128, 512, 28, 1, 1],
+    [256, 512, 56, 1, 2],
+    [512, 128, 28, 1, 1],
+    [128, 128, 28, 3, 1],
+    [512, 256, 28, 1, 1],
+    [256, 256, 28, 3, 2],
+    [256, 1024, 14, 1, 1],
+    [256, 256, 14, 3, 1],
+    [1024, 512, 14, 1, 1],
+    [512, 512, 14, 3, 2],
+    [512, 2048, 7, 1, 1],
+    [512, 512, 7, 3, 1],
+];
+
+/// The same of those with a group for each channel.
+const MOBILENET_V2: [[usize; 5]; 6] = [
+    [32, 32, 112, 3, 1],
+    [96, 96, 112, 3, 2],
+    [144, 144, 56, 3, 1],
+    [192, 192, 28, 3, 1],
+    [384, 384, 14, 3, 1],
+    [960, 960, 7, 3, 1],
+];
+
+fn main() -> std::result::Result<(), Box<dyn Error>> {
+    let args: Vec<String> = std::env::args().collect();
+    let value = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1));
+    let device = value("--device").map_or(Ok(Device::best()), |text| text.parse())?;
+    let only = value("--only").cloned().unwrap_or_default();
+    let cases = RESNET_50.iter().map(|c| (c, 1)).chain(MOBILENET_V2.iter().map(|c| (c, c[0])));
+    for (&[inputs, outputs, side, kernel, stride], groups) in cases {
+        for dtype in [DType::F16, DType::F32] {
+            let name = if groups == 1 { "convolution" } else { "depthwise" };
+            if !format!("{name} {dtype}").contains(&only) {
+                continue;
+            }
+            let made = |shape: [usize; 4]| Tensor::randn(shape, device)?.to_dtype(dtype)?.requires_grad_(true);
+            let x = made([BATCH, inputs, side, side])?;
+            let w = made([outputs, inputs / groups, kernel, kernel])?;
+            let options =
+                ConvOptions { stride: [stride; 2], padding: (kernel / 2).into(), groups, ..ConvOptions::default() };
+            let forward = || x.detach().conv2d(&w.detach(), None, options);
+            let grad = forward()?.ones_like()?;
+            let both = || {
+                x.zero_grad();
+                w.zero_grad();
+                x.conv2d(&w, None, options)?.backward_with(&grad)
+            };
+            let (forward, both) = (time(device, || forward().map(drop))?, time(device, both)?);
+            println!(
+                "{{\"case\":\"{name}\",\"dtype\":\"{dtype}\",\"sizes\":[{inputs},{outputs},{side},{kernel},{stride},{groups}],\
+                 \"forward_us\":{forward:.1},\"both_us\":{both:.1}}}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Microseconds of a call, ten of them at a time: the median of seven.
+fn time(device: Device, f: impl Fn() -> Result<()>) -> Result<f64> {
+    (0..3).try_for_each(|_| f())?;
+    let mut times = Vec::new();
+    for _ in 0..7 {
+        device.synchronize()?;
+        let begun = Instant::now();
+        (0..10).try_for_each(|_| f())?;
+        device.synchronize()?;
+        times.push(begun.elapsed().as_secs_f64() * 1e5);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[3])
+}
