@@ -1,18 +1,17 @@
 //! How collectives go over a transport, on the bytes of tensors: in slices, each brought to the host, exchanged, reduced and
-//! brought back, so that no more of the host's memory is needed than for a few.
+//! brought back, so that no more of the host's memory is needed than for a few. What is exchanged is a [`Plan`], which several
+//! threads follow at once where all ranks are of one machine.
 //!
-//! A *part* of a slice is what one rank reduces and then gives to all; the others' values of it are received in *rooms* of one
-//! size, which begin where elements of every dtype may.
+//! A *part* of a slice is what one rank reduces and then gives to all.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
+use super::plan::{self, ALIGN, PIECE, Phase, Plan};
 use super::reduce::ReduceOp;
 use super::staging::{Buffers, Staging, Steps};
 use super::transport::{Call, Transport};
 use crate::{DType, Device, Error, Result, Stream, Tensor};
-
-/// Ranks' parts of a slice begin at multiples of this, where elements of every dtype may.
-const ALIGN: usize = 64;
 
 /// Which ranks of the job a group has, and this one's part in it.
 pub(super) struct Membership {
@@ -28,12 +27,14 @@ pub(super) struct Membership {
     /// Whether calls are compared with the other ranks'.
     pub debug: bool,
     buffers: Buffers,
+    /// Words of the rooms beside the slices' buffers, kept from one collective to the next.
+    beside: Mutex<Vec<u64>>,
 }
 
 impl Membership {
     pub(super) fn new(rank: usize, ranks: Vec<usize>, context: u32, device: Device, debug: bool) -> Result<Membership> {
-        let (stream, buffers) = (Stream::new(device)?, Buffers::default());
-        Ok(Membership { rank, ranks, context, device, stream, debug, buffers })
+        let (stream, buffers, beside) = (Stream::new(device)?, Buffers::default(), Mutex::default());
+        Ok(Membership { rank, ranks, context, device, stream, debug, buffers, beside })
     }
 }
 
@@ -77,26 +78,71 @@ impl Member<'_> {
         (0..self.size()).filter(move |&other| other != rank)
     }
 
-    /// Between ranks of the group; what is empty is not sent.
-    fn exchange<'b>(
+    fn call(&self) -> Call {
+        Call { op: self.op, context: self.of.context }
+    }
+
+    /// What rank p of the group sends or receives: its number in the job, and a room.
+    fn with(&self, p: usize, room: usize) -> (usize, usize) {
+        (self.of.ranks[p], room)
+    }
+
+    /// Does the steps of a collective with the slices of tensors of a device, through buffers of so many bytes. Of each slice the
+    /// rooms of the plan, those in the buffer, are what `rooms` gives, one behind the other.
+    fn in_slices<R, W>(
         &mut self,
-        sends: impl IntoIterator<Item = (usize, &'b [u8])>,
-        receives: impl IntoIterator<Item = (usize, &'b mut [u8])>,
-    ) -> Result<()> {
-        let ranks = &self.of.ranks;
-        let sends: Vec<_> = sends.into_iter().filter(|(_, b)| !b.is_empty()).map(|(to, b)| (ranks[to], b)).collect();
-        let receives = receives.into_iter().filter(|(_, b)| !b.is_empty());
-        let mut receives: Vec<_> = receives.map(|(from, b)| (ranks[from], b)).collect();
-        let call = Call { op: self.op, context: self.of.context };
-        self.transport.exchange(call, &sends, &mut receives).map_err(|fault| fault.into_error(self.op))
+        device: Device,
+        buffer: usize,
+        slices: impl ExactSizeIterator<Item = Range<usize>> + Send + 'static,
+        plan: &Plan,
+        rooms: impl Fn(&Range<usize>) -> Vec<Range<usize>>,
+        (read, write): (R, W),
+    ) -> Result<()>
+    where
+        R: Fn(&mut Staging, Range<usize>) -> Result<()> + Send + 'static,
+        W: Fn(&mut Staging, Range<usize>) -> Result<()> + Send + 'static,
+    {
+        let (of, call) = (self.of, self.call());
+        let (lanes, piece) = match self.transport.lanes(&of.ranks) {
+            Some(lanes) => (lanes.count(), PIECE),
+            None => (1, usize::MAX),
+        };
+        let beside = if plan.phases.iter().any(|phase| phase.reduces.is_some()) { self.size() - 1 } else { 0 };
+        let mut words = of.beside.lock().unwrap_or_else(PoisonError::into_inner);
+        let exchange = |host: &mut [u8], slice: Range<usize>| {
+            let rooms = rooms_of(host, rooms(&slice));
+            let room = piece.min(rooms[plan.own].len()).next_multiple_of(ALIGN).max(ALIGN);
+            if words.len() * 8 < room * beside * lanes {
+                *words = vec![0; room * beside * lanes / 8];
+            }
+            let mut chunks = bytemuck::cast_slice_mut::<u64, u8>(&mut words).chunks_mut(room);
+            let beside = (0..lanes).map(|_| chunks.by_ref().take(beside).collect()).collect();
+            let lanes = plan::lanes(rooms, piece, beside);
+            let exchanged = match self.transport.lanes(&of.ranks) {
+                Some(near) => near.exchange(call, plan, lanes),
+                None => lanes.into_iter().try_for_each(|mut lane| {
+                    while lane.phase(plan).is_some() {
+                        let (sends, mut receives) = lane.messages(plan);
+                        self.transport.exchange(call, &sends, &mut receives)?;
+                        lane.end_phase(plan);
+                    }
+                    Ok(())
+                }),
+            };
+            exchanged.map_err(|fault| fault.into_error(call.op))
+        };
+        of.buffers.in_slices(device, buffer, slices, Steps { read, exchange, write })
     }
 
     /// What every rank gives, in the order of the ranks; all give as many bytes.
     fn all<const N: usize>(&mut self, own: [u8; N]) -> Result<Vec<[u8; N]>> {
         let mut all = vec![own; self.size()];
-        let rank = self.rank();
-        let receives = all.iter_mut().map(<[u8; N]>::as_mut_slice).enumerate().filter(|(other, _)| *other != rank);
-        self.exchange(self.others().map(|other| (other, own.as_slice())), receives)?;
+        let (rank, ranks) = (self.rank(), &self.of.ranks);
+        let values = all.iter_mut().zip(ranks).enumerate().filter(|(other, _)| *other != rank);
+        let mut receives: Vec<_> = values.map(|(_, (value, &from))| (from, value.as_mut_slice())).collect();
+        let sends: Vec<_> = self.others().map(|other| (ranks[other], own.as_slice())).collect();
+        let exchanged = self.transport.exchange(self.call(), &sends, &mut receives);
+        exchanged.map_err(|fault| fault.into_error(self.op))?;
         Ok(all)
     }
 
@@ -149,11 +195,7 @@ fn parts(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
 
 /// Slices of a part of so many bytes that each of the ranks has, and the distance from a rank's part of a slice to the next
 /// rank's.
-fn cut(
-    m: &Member,
-    bytes: usize,
-    ranks: usize,
-) -> (impl ExactSizeIterator<Item = Range<usize>> + Clone + Send + use<>, usize) {
+fn cut(m: &Member, bytes: usize, ranks: usize) -> (impl ExactSizeIterator<Item = Range<usize>> + Send + use<>, usize) {
     let slice = (m.transport.slice() / ranks).next_multiple_of(ALIGN);
     let slices = (0..bytes).step_by(slice).map(move |at| at..(at + slice).min(bytes));
     (slices, slice.min(bytes).next_multiple_of(ALIGN))
@@ -164,134 +206,94 @@ fn of_part(p: usize, bytes: usize, slice: &Range<usize>) -> Range<usize> {
     p * bytes + slice.start..p * bytes + slice.end
 }
 
-/// Bytes that begin where elements of every dtype may.
-struct Aligned {
-    words: Vec<u64>,
-    bytes: usize,
+/// These bytes, in ascending order, of a slice's buffer.
+fn rooms_of(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]> {
+    let mut at = 0;
+    let mut one = |range: Range<usize>| {
+        let (_, rest) = std::mem::take(&mut host).split_at_mut(range.start - at);
+        let (this, rest) = rest.split_at_mut(range.len());
+        (host, at) = (rest, range.end);
+        this
+    };
+    ranges.into_iter().map(&mut one).collect()
 }
 
-impl Aligned {
-    fn new(bytes: usize) -> Aligned {
-        Aligned { words: vec![0; bytes.div_ceil(8)], bytes }
-    }
-
-    fn get(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.bytes]
-    }
+/// The rooms of a slice of which a rank has one each.
+fn each(room: usize, rooms: usize) -> impl Fn(&Range<usize>) -> Vec<Range<usize>> {
+    move |slice| (0..rooms).map(|p| p * room..p * room + slice.len()).collect()
 }
 
-/// All ranks' values of this rank's part, reduced into `result`: `own` and what is in `others`, in the order of the ranks.
-fn reduce_part(rank: usize, own: &[u8], others: &[u8], (dtype, op): (DType, ReduceOp), result: &mut [u8]) {
-    if own.is_empty() {
-        return;
-    }
-    let mut values: Vec<&[u8]> = others.chunks(own.len().next_multiple_of(ALIGN)).map(|v| &v[..own.len()]).collect();
-    values.insert(rank, own);
-    op.reduce(dtype, &values, result);
+/// Every other rank's part goes there, and this rank's comes from all and is reduced.
+fn scatter(m: &Member, dtype: DType, op: ReduceOp) -> Phase {
+    let sends = m.others().map(|p| m.with(p, p)).collect();
+    let receives = m.others().enumerate().map(|(i, p)| m.with(p, m.size() + i)).collect();
+    Phase { sends, receives, reduces: Some((dtype, op)) }
 }
 
-/// Where the others' values of a part of so many bytes are received.
-fn rooms(others: &mut [u8], bytes: usize) -> impl Iterator<Item = &mut [u8]> {
-    others.chunks_mut(bytes.next_multiple_of(ALIGN).max(1)).map(move |room| &mut room[..bytes])
+/// This rank's part goes to all, and theirs come.
+fn gather(m: &Member) -> Phase {
+    let sends = m.others().map(|p| m.with(p, m.rank())).collect();
+    Phase { sends, receives: m.others().map(|p| m.with(p, p)).collect(), reduces: None }
+}
+
+fn shared(tensors: &[Tensor]) -> Vec<Tensor> {
+    tensors.iter().map(Tensor::shallow_clone).collect()
 }
 
 /// Every rank reduces its part of a slice, in the order of the ranks, and all receive it from there: two of the slice's bytes
 /// go out and come in for each of its bytes, however many ranks there are, and all have the same bits.
 pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: ReduceOp) -> Result<()> {
-    let (rank, n) = (m.rank(), m.size());
+    let n = m.size();
     let (slices, buffer) = cut(m, tensors.iter().map(Tensor::numel).sum(), 1);
-    let buffers = &m.of.buffers;
-    let room = parts(buffer, n)[0].len().next_multiple_of(ALIGN);
-    let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
-    let exchange = |host: &mut [u8], slice: Range<usize>| {
-        let parts = parts(slice.len(), n);
-        let own = parts[rank].clone();
-        let values = &mut others.get()[..own.len().next_multiple_of(ALIGN) * (n - 1)];
-        m.exchange(m.others().map(|p| (p, &host[parts[p].clone()])), m.others().zip(rooms(values, own.len())))?;
-        let reduced = &mut reduced.get()[..own.len()];
-        reduce_part(rank, &host[own.clone()], values, (dtype, op), reduced);
-        host[own].copy_from_slice(reduced);
-        let mut rest = host;
-        let mut receives = Vec::with_capacity(n);
-        for (p, part) in parts.iter().enumerate() {
-            let (this, after) = rest.split_at_mut(part.len());
-            rest = after;
-            if p != rank {
-                receives.push((p, this));
-            }
-        }
-        m.exchange(m.others().map(|p| (p, &*reduced)), receives)
-    };
-    let read = |staging: &mut Staging, slice| staging.read_all(tensors, slice);
-    let write = |staging: &mut Staging, slice| staging.write_all(tensors, slice);
-    buffers.in_slices(tensors[0].device(), buffer, slices, Steps { read, exchange, write })
+    let plan = Plan { phases: vec![scatter(m, dtype, op), gather(m)], own: m.rank() };
+    let (from, to) = (shared(tensors), shared(tensors));
+    let read = move |staging: &mut Staging, slice| staging.read_all(&from, slice);
+    let write = move |staging: &mut Staging, slice| staging.write_all(&to, slice);
+    m.in_slices(tensors[0].device(), buffer, slices, &plan, |slice| parts(slice.len(), n), (read, write))
 }
 
 /// Along a binomial tree whose root is the root.
 pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Result<()> {
     let (slices, buffer) = cut(m, tensors.iter().map(Tensor::numel).sum(), 1);
-    let buffers = &m.of.buffers;
     let n = m.size();
     let rank = (m.rank() + n - root) % n;
-    let of_group = |rank: usize| (rank + root) % n;
+    let at = |rank: usize| m.with((rank + root) % n, 0);
     // A rank has its bytes from the one without its lowest bit, and gives them to those with one lower bit set.
     let lowest = if rank == 0 { n.next_power_of_two() } else { 1 << rank.trailing_zeros() };
-    let exchange = |host: &mut [u8], slice: Range<usize>| {
-        if rank != 0 {
-            m.exchange([], [(of_group(rank - lowest), &mut host[..slice.len()])])?;
-        }
-        let host = &host[..slice.len()];
-        let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
-        m.exchange(bits.map(|bit| rank + bit).filter(|&to| to < n).map(|to| (of_group(to), host)), [])
-    };
-    let read = |staging: &mut Staging, slice| if rank == 0 { staging.read_all(tensors, slice) } else { Ok(()) };
-    let write = |staging: &mut Staging, slice| if rank != 0 { staging.write_all(tensors, slice) } else { Ok(()) };
-    buffers.in_slices(tensors[0].device(), buffer, slices, Steps { read, exchange, write })
+    let receives = if rank == 0 { Vec::new() } else { vec![at(rank - lowest)] };
+    let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
+    let sends = bits.map(|bit| rank + bit).filter(|&to| to < n).map(at).collect();
+    let phases = vec![Phase { receives, ..Phase::default() }, Phase { sends, ..Phase::default() }];
+    let (from, to) = (shared(tensors), shared(tensors));
+    let read = move |staging: &mut Staging, slice| if rank == 0 { staging.read_all(&from, slice) } else { Ok(()) };
+    let write = move |staging: &mut Staging, slice| if rank != 0 { staging.write_all(&to, slice) } else { Ok(()) };
+    m.in_slices(tensors[0].device(), buffer, slices, &Plan { phases, own: 0 }, each(buffer, 1), (read, write))
 }
 
 /// `own` of every rank to `to`, in the order of the ranks.
 pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), own.numel());
     let (slices, room) = cut(m, bytes, n);
-    let buffers = &m.of.buffers;
-    let read = |staging: &mut Staging, slice| staging.read(rank * room, own, slice);
-    let exchange = |host: &mut [u8], slice: Range<usize>| {
-        let mut sent: &[u8] = &[];
-        let mut receives = Vec::with_capacity(n);
-        for (p, part) in host.chunks_mut(room).enumerate() {
-            match p == rank {
-                true => sent = &part[..slice.len()],
-                false => receives.push((p, &mut part[..slice.len()])),
-            }
-        }
-        m.exchange(m.others().map(|p| (p, sent)), receives)
+    let plan = Plan { phases: vec![gather(m)], own: rank };
+    let (from, to) = (own.shallow_clone(), to.shallow_clone());
+    let read = move |staging: &mut Staging, slice| staging.read(rank * room, &from, slice);
+    let write = move |staging: &mut Staging, slice: Range<usize>| {
+        (0..n).try_for_each(|p| staging.write(p * room, &to, of_part(p, bytes, &slice)))
     };
-    let write = |staging: &mut Staging, slice: Range<usize>| {
-        (0..n).try_for_each(|p| staging.write(p * room, to, of_part(p, bytes, &slice)))
-    };
-    buffers.in_slices(own.device(), n * room, slices, Steps { read, exchange, write })
+    m.in_slices(own.device(), n * room, slices, &plan, each(room, n), (read, write))
 }
 
 /// To `to` this rank's part of what becomes of all ranks' `from`, in the order of the ranks.
 pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), to.numel());
     let (slices, room) = cut(m, bytes, n);
-    let buffers = &m.of.buffers;
-    let (mut others, mut reduced) = (Aligned::new(room * (n - 1)), Aligned::new(room));
-    let read = |staging: &mut Staging, slice: Range<usize>| {
-        (0..n).try_for_each(|p| staging.read(p * room, from, of_part(p, bytes, &slice)))
+    let plan = Plan { phases: vec![scatter(m, dtype, op)], own: rank };
+    let (device, from, to) = (from.device(), from.shallow_clone(), to.shallow_clone());
+    let read = move |staging: &mut Staging, slice: Range<usize>| {
+        (0..n).try_for_each(|p| staging.read(p * room, &from, of_part(p, bytes, &slice)))
     };
-    let exchange = |host: &mut [u8], slice: Range<usize>| {
-        let values = &mut others.get()[..slice.len().next_multiple_of(ALIGN) * (n - 1)];
-        let sends = m.others().map(|p| (p, &host[p * room..][..slice.len()]));
-        m.exchange(sends, m.others().zip(rooms(values, slice.len())))?;
-        let reduced = &mut reduced.get()[..slice.len()];
-        reduce_part(rank, &host[rank * room..][..slice.len()], values, (dtype, op), reduced);
-        host[..slice.len()].copy_from_slice(reduced);
-        Ok(())
-    };
-    let write = |staging: &mut Staging, slice| staging.write(0, to, slice);
-    buffers.in_slices(from.device(), n * room, slices, Steps { read, exchange, write })
+    let write = move |staging: &mut Staging, slice| staging.write(rank * room, &to, slice);
+    m.in_slices(device, n * room, slices, &plan, each(room, n), (read, write))
 }
 
 /// Part p of `from` to rank p; from there to part p of `to`.
@@ -299,36 +301,35 @@ pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<(
     let (rank, n) = (m.rank(), m.size());
     let bytes = from.numel() / n;
     let (slices, room) = cut(m, bytes, n);
-    let buffers = &m.of.buffers;
-    let read = |staging: &mut Staging, slice: Range<usize>| {
-        (0..n).try_for_each(|p| staging.read(p * room, from, of_part(p, bytes, &slice)))
+    // What is received is behind what is sent; a rank's own part stays there.
+    let sends = m.others().map(|p| m.with(p, p)).collect();
+    let phase = Phase { sends, receives: m.others().map(|p| m.with(p, n + p)).collect(), reduces: None };
+    let (device, from, to) = (from.device(), from.shallow_clone(), to.shallow_clone());
+    let read = move |staging: &mut Staging, slice: Range<usize>| {
+        (0..n).try_for_each(|p| staging.read(p * room, &from, of_part(p, bytes, &slice)))
     };
-    // What is received is behind what is sent.
-    let exchange = |host: &mut [u8], slice: Range<usize>| {
-        let (out, received) = host.split_at_mut(n * room);
-        received[rank * room..][..slice.len()].copy_from_slice(&out[rank * room..][..slice.len()]);
-        let receives = received.chunks_mut(room).map(|part| &mut part[..slice.len()]).enumerate();
-        let sends = m.others().map(|p| (p, &out[p * room..][..slice.len()]));
-        m.exchange(sends, receives.filter(|(p, _)| *p != rank))
+    let write = move |staging: &mut Staging, slice: Range<usize>| {
+        let at = |p: usize| if p == rank { p } else { n + p };
+        (0..n).try_for_each(|p| staging.write(at(p) * room, &to, of_part(p, bytes, &slice)))
     };
-    let write = |staging: &mut Staging, slice: Range<usize>| {
-        (0..n).try_for_each(|p| staging.write((n + p) * room, to, of_part(p, bytes, &slice)))
-    };
-    buffers.in_slices(from.device(), 2 * n * room, slices, Steps { read, exchange, write })
+    let plan = Plan { phases: vec![phase], own: rank };
+    m.in_slices(device, 2 * n * room, slices, &plan, each(room, 2 * n), (read, write))
 }
 
 pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
     let (slices, buffer) = cut(m, bytes.numel(), 1);
-    let buffers = &m.of.buffers;
-    let read = |staging: &mut Staging, slice| staging.read(0, bytes, slice);
-    let exchange = |host: &mut [u8], slice: Range<usize>| m.exchange([(to, &host[..slice.len()])], []);
-    buffers.in_slices(bytes.device(), buffer, slices, Steps { read, exchange, write: |_: &mut Staging, _| Ok(()) })
+    let plan = Plan { phases: vec![Phase { sends: vec![m.with(to, 0)], ..Phase::default() }], own: 0 };
+    let from = bytes.shallow_clone();
+    let read = move |staging: &mut Staging, slice| staging.read(0, &from, slice);
+    let write = |_: &mut Staging, _| Ok(());
+    m.in_slices(bytes.device(), buffer, slices, &plan, each(buffer, 1), (read, write))
 }
 
 pub(super) fn recv(m: &mut Member, bytes: &Tensor, from: usize) -> Result<()> {
     let (slices, buffer) = cut(m, bytes.numel(), 1);
-    let buffers = &m.of.buffers;
-    let exchange = |host: &mut [u8], slice: Range<usize>| m.exchange([], [(from, &mut host[..slice.len()])]);
-    let write = |staging: &mut Staging, slice| staging.write(0, bytes, slice);
-    buffers.in_slices(bytes.device(), buffer, slices, Steps { read: |_: &mut Staging, _| Ok(()), exchange, write })
+    let plan = Plan { phases: vec![Phase { receives: vec![m.with(from, 0)], ..Phase::default() }], own: 0 };
+    let to = bytes.shallow_clone();
+    let read = |_: &mut Staging, _| Ok(());
+    let write = move |staging: &mut Staging, slice| staging.write(0, &to, slice);
+    m.in_slices(bytes.device(), buffer, slices, &plan, each(buffer, 1), (read, write))
 }

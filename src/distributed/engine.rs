@@ -1,12 +1,33 @@
 //! The thread of a rank that talks to the others: collectives run there one after another, in the order of the calls.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
 
 use super::transport::Transport;
+use crate::device::cpu::threads;
 use crate::{Error, Result};
+
+/// How long a thread looks for what it waits for before it sleeps, where it has a core to itself: about as long as it takes to be woken.
+const PATIENCE: Duration = Duration::from_micros(100);
+
+/// Receives what comes, at once where it comes soon.
+pub(super) fn receive_soon<T>(from: &Receiver<T>) -> std::result::Result<T, RecvError> {
+    if threads() == 1 {
+        return from.recv();
+    }
+    let begun = Instant::now();
+    while begun.elapsed() < PATIENCE {
+        match from.try_recv() {
+            Ok(received) => return Ok(received),
+            Err(TryRecvError::Disconnected) => return Err(RecvError),
+            Err(TryRecvError::Empty) => std::thread::yield_now(),
+        }
+    }
+    from.recv()
+}
 
 type Job = Box<dyn FnOnce(&mut dyn Transport) + Send>;
 
@@ -36,7 +57,7 @@ impl Engine {
                 Err(e) => return drop(made.send(Err(e))),
             };
             let _ = made.send(Ok((transport.rank(), transport.size())));
-            for job in todo {
+            while let Ok(job) = receive_soon(&todo) {
                 if catch_unwind(AssertUnwindSafe(|| job(&mut transport))).is_err() {
                     return transport.leave("panicked in a collective");
                 }
@@ -105,6 +126,6 @@ impl<R> Work<R> {
     /// set anew then.
     pub fn wait(self) -> Result<R> {
         let ended = |_| Error::invalid(self.op, "the thread of the group ended: a collective panicked");
-        self.result.recv().map_err(ended)?
+        receive_soon(&self.result).map_err(ended)?
     }
 }

@@ -9,7 +9,10 @@ mod data_parallel;
 mod engine;
 mod group;
 #[cfg(feature = "mpi")]
+mod lanes;
+#[cfg(feature = "mpi")]
 mod mpi;
+mod plan;
 mod reduce;
 #[cfg(feature = "mpi")]
 mod rings;

@@ -16,9 +16,12 @@ use ::mpi::topology::SimpleCommunicator;
 use ::mpi::traits::{Communicator, CommunicatorCollectives, Destination, Equivalence, Root, Source};
 
 use super::engine::Engine;
-use super::rings::{Receiving, Rings, Sending};
+use super::lanes::Running;
+use super::plan::{Lane, Plan};
+use super::rings::{Progress, Rings};
 use super::threads::{SAME_CALLS, did_not_come};
-use super::transport::{Call, Fault, Transport, suitable_slice};
+use super::transport::{Call, Fault, Lanes, Transport, suitable_slice};
+use crate::device::cpu::{parallel, threads};
 use crate::device::profiler::at_exit;
 use crate::storage::SharedMemory;
 use crate::{Error, Result};
@@ -32,6 +35,9 @@ const LEAVES: i32 = 0;
 /// How long a rank asks again and again before it sleeps between, so that others of its core compute, and looks for ranks that
 /// have left.
 const PATIENCE: Duration = Duration::from_micros(200);
+
+/// Threads of a rank that exchange with others at a time, at most: these saturate what the memory of a machine carries.
+const LANES: usize = 8;
 
 /// How long it sleeps at a time.
 const NAP: Duration = Duration::from_micros(50);
@@ -86,6 +92,13 @@ pub(super) fn local_rank() -> usize {
     LOCAL_RANK.get().copied().unwrap_or_default()
 }
 
+/// The rings between the ranks of this machine.
+struct Near {
+    rings: Rings,
+    /// The number on the machine of each of its ranks.
+    numbers: HashMap<usize, usize>,
+}
+
 struct Mpi {
     world: Rc<SimpleCommunicator>,
     rank: usize,
@@ -96,8 +109,7 @@ struct Mpi {
     ends: Ends,
     /// Ranks that have left, and why.
     left: HashMap<usize, String>,
-    /// The rings between the ranks of this machine, and the number there of each rank of the job.
-    rings: Option<Rc<(Rings, HashMap<usize, usize>)>>,
+    near: Option<Rc<Near>>,
     /// Ends MPI when dropped, after the communicator.
     _universe: Universe,
 }
@@ -115,7 +127,7 @@ impl Mpi {
             signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&ends.terminated))
                 .map_err(|e| Error::invalid(op, format!("SIGTERM cannot be watched: {e}")))?;
         }
-        let rings = rings(&world).map(Rc::new);
+        let near = near(&world).map(Rc::new);
         let mut slice = 0;
         world.all_reduce_into(&suitable_slice(), &mut slice, SystemOperation::min());
         Ok(Mpi {
@@ -126,7 +138,7 @@ impl Mpi {
             timeout,
             ends,
             left: HashMap::new(),
-            rings,
+            near,
             world,
             _universe: universe,
         })
@@ -148,6 +160,34 @@ impl Mpi {
         (since.elapsed() > self.timeout).then(|| Fault { rank, reason: did_not_come(self.timeout) })
     }
 
+    /// Waits a moment for ranks, and looks now and then whether that makes sense. `moved` says whether anything has come since the
+    /// last time, `pending` what ranks it still waits for.
+    fn wait(&mut self, call: Call, waiting: &mut Waiting, moved: bool, pending: impl Fn() -> Vec<usize>) {
+        // What a rank sent before it left has come by now.
+        if let Some(Fault { rank, reason }) = waiting.fault.take().filter(|f| pending().contains(&f.rank)) {
+            self.end(&format!("{}: rank {rank} {reason}", call.op));
+        }
+        if moved {
+            waiting.came = Instant::now();
+        }
+        match waiting.is_fresh() {
+            true => std::thread::yield_now(),
+            false => std::thread::sleep(NAP),
+        }
+        if waiting.looked.elapsed() < PATIENCE {
+            return;
+        }
+        waiting.looked = Instant::now();
+        let ranks = pending();
+        if let Some(reason) = self.ends.reason() {
+            self.end(&format!("{reason} while {} was under way", call.op));
+        }
+        if self.ends.terminated.load(Relaxed) {
+            self.end(&format!("the job was ended while {} waited for rank {}", call.op, ranks[0]));
+        }
+        waiting.fault = self.fault(&ranks, waiting.since);
+    }
+
     /// Ends the process, for buffers that others may still write to cannot be taken back, and so the job: `mpirun` ends the other
     /// ranks. At once, without `MPI_Abort`, which of several ranks at a time may hang, and without what an exit waits for.
     fn end(&self, sentence: &str) -> ! {
@@ -156,8 +196,8 @@ impl Mpi {
     }
 }
 
-/// The rings between the ranks of this machine, and the number there of each rank of the job. All ranks call it.
-fn rings(world: &SimpleCommunicator) -> Option<(Rings, HashMap<usize, usize>)> {
+/// The rings between the ranks of this machine. All ranks call it.
+fn near(world: &SimpleCommunicator) -> Option<Near> {
     let machine = world.split_shared(world.rank());
     let (ranks, rank) = (machine.size() as usize, machine.rank() as usize);
     let _ = LOCAL_RANK.set(rank); // MPI starts once
@@ -166,7 +206,9 @@ fn rings(world: &SimpleCommunicator) -> Option<(Rings, HashMap<usize, usize>)> {
     if std::env::var(SHARED_MEMORY).is_ok_and(|value| value == "0") {
         return None;
     }
-    let words = Rings::words(ranks)?; // alike on all of them
+    let mut most = 0;
+    machine.all_reduce_into(&threads().min(LANES), &mut most, SystemOperation::min());
+    let (lanes, words) = Rings::lanes(ranks, most)?; // alike on all of them
     let first = machine.process_at_rank(0);
     let created = (rank == 0).then(|| SharedMemory::create(words).ok()).flatten();
     // A path of this machine: none is so long.
@@ -188,41 +230,64 @@ fn rings(world: &SimpleCommunicator) -> Option<(Rings, HashMap<usize, usize>)> {
         );
     }
     let numbers = numbers.into_iter().enumerate().map(|(number, rank)| (rank as usize, number)).collect();
-    memory.filter(|_| all == 1).map(|memory| (Rings::new(memory, ranks, rank), numbers))
+    let memory = memory.filter(|_| all == 1)?;
+    Some(Near { rings: Rings::new(memory, ranks, rank, lanes), numbers })
 }
 
 /// What a rank sends or receives, as far as it has come.
 enum Pending<'a, 'r, 's> {
     /// With the bytes that are expected, of one that is received.
     Mpi(Request<'s, [u8], &'r LocalScope<'s>>, Option<usize>),
-    Sending(Sending<'a>),
-    Receiving(Receiving<'a>),
+    Sending(&'a Rings, usize, &'a [u8], Progress),
+    Receiving(&'a Rings, usize, &'a mut [u8], Progress),
 }
 
 impl Pending<'_, '_, '_> {
     /// Goes on with it: whether anything was done, and what is left to do.
-    fn step(self) -> Result<(bool, Option<Self>), String> {
-        let (moved, whole, left) = match self {
+    fn step(self, context: u32) -> Result<(bool, Option<Self>), String> {
+        match self {
             Pending::Mpi(request, expected) => match request.test() {
-                Err(request) => return Ok((false, Some(Pending::Mpi(request, expected)))),
+                Err(request) => Ok((false, Some(Pending::Mpi(request, expected)))),
                 Ok(status) => {
                     let got = status.count(u8::equivalent_datatype()) as usize;
-                    return match expected.filter(|&expected| expected != got) {
+                    match expected.filter(|&expected| expected != got) {
                         Some(expected) => Err(format!("sends {got} bytes where {expected} are expected")),
                         None => Ok((true, None)),
-                    };
+                    }
                 }
             },
-            Pending::Sending(mut sending) => {
-                let (moved, whole) = sending.step();
-                (moved, whole, Pending::Sending(sending))
+            Pending::Sending(rings, to, bytes, mut progress) => {
+                let moved = rings.send(to, 0, context, bytes, &mut progress);
+                let left = (!progress.is_whole(bytes.len())).then_some(Pending::Sending(rings, to, bytes, progress));
+                Ok((moved, left))
             }
-            Pending::Receiving(mut receiving) => {
-                let (moved, whole) = receiving.step()?;
-                (moved, whole, Pending::Receiving(receiving))
+            Pending::Receiving(rings, from, into, mut progress) => {
+                let moved = rings.receive(from, 0, context, into, &mut progress)?;
+                let is_whole = progress.is_whole(into.len());
+                Ok((moved, (!is_whole).then_some(Pending::Receiving(rings, from, into, progress))))
             }
-        };
-        Ok((moved, (!whole).then_some(left)))
+        }
+    }
+}
+
+/// Waiting for other ranks.
+struct Waiting {
+    since: Instant,
+    /// When something has come last, and when this rank has looked last for ranks that have left.
+    came: Instant,
+    looked: Instant,
+    fault: Option<Fault>,
+}
+
+impl Waiting {
+    fn begin() -> Waiting {
+        let since = Instant::now();
+        Waiting { since, came: since, looked: since, fault: None }
+    }
+
+    /// Whether something has come just now.
+    fn is_fresh(&self) -> bool {
+        self.came.elapsed() < PATIENCE
     }
 }
 
@@ -250,13 +315,13 @@ impl Transport for Mpi {
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault> {
         let tag = call.context as i32 + 1;
-        let (world, rings) = (Rc::clone(&self.world), self.rings.clone());
-        let near = |rank: &usize| rings.as_deref().and_then(|(rings, numbers)| Some((rings, *numbers.get(rank)?)));
+        let (world, near) = (Rc::clone(&self.world), self.near.clone());
+        let near = |rank: &usize| near.as_deref().and_then(|near| Some((&near.rings, *near.numbers.get(rank)?)));
         scope(|scope| {
             let mut pending: Vec<(usize, Pending)> = Vec::with_capacity(sends.len() + receives.len());
             for (from, into) in receives.iter_mut() {
                 let receive = match near(from) {
-                    Some((rings, number)) => Pending::Receiving(rings.receive(number, call.context, into)),
+                    Some((rings, number)) => Pending::Receiving(rings, number, into, Progress::default()),
                     None => {
                         let from = world.process_at_rank(*from as i32);
                         let expected = Some(into.len());
@@ -267,7 +332,7 @@ impl Transport for Mpi {
             }
             for (to, bytes) in sends {
                 let send = match near(to) {
-                    Some((rings, number)) => Pending::Sending(rings.send(number, call.context, bytes)),
+                    Some((rings, number)) => Pending::Sending(rings, number, bytes, Progress::default()),
                     None => {
                         let to = world.process_at_rank(*to as i32);
                         Pending::Mpi(to.immediate_send_with_tag(scope, *bytes, tag), None)
@@ -275,16 +340,14 @@ impl Transport for Mpi {
                 };
                 pending.push((*to, send));
             }
-            let since = Instant::now();
-            let (mut came, mut looked) = (since, since);
-            let mut fault: Option<Fault> = None;
+            let mut waiting = Waiting::begin();
             loop {
-                let mut any = false;
+                let mut moved = false;
                 let mut left = Vec::with_capacity(pending.len());
                 for (rank, one) in pending {
-                    match one.step() {
-                        Ok((moved, rest)) => {
-                            any |= moved;
+                    match one.step(call.context) {
+                        Ok((any, rest)) => {
+                            moved |= any;
                             left.extend(rest.map(|rest| (rank, rest)));
                         }
                         Err(what) => self.end(&format!("{}: rank {rank} {what}: {SAME_CALLS}", call.op)),
@@ -294,40 +357,68 @@ impl Transport for Mpi {
                 if pending.is_empty() {
                     break;
                 }
-                // What a rank sent before it left has come by now.
-                if let Some(Fault { rank, reason }) = fault.filter(|f| pending.iter().any(|(rank, _)| *rank == f.rank))
-                {
-                    self.end(&format!("{}: rank {rank} {reason}", call.op));
-                }
-                fault = None;
-                if any {
-                    came = Instant::now();
-                }
-                match came.elapsed() < PATIENCE {
-                    true => std::thread::yield_now(),
-                    false => std::thread::sleep(NAP),
-                }
-                if looked.elapsed() < PATIENCE {
-                    continue;
-                }
-                looked = Instant::now();
-                let ranks: Vec<usize> = pending.iter().map(|(rank, _)| *rank).collect();
-                if let Some(reason) = self.ends.reason() {
-                    self.end(&format!("{reason} while {} was under way", call.op));
-                }
-                if self.ends.terminated.load(Relaxed) {
-                    self.end(&format!("the job was ended while {} waited for rank {}", call.op, ranks[0]));
-                }
-                fault = self.fault(&ranks, since);
+                self.wait(call, &mut waiting, moved, || pending.iter().map(|(rank, _)| *rank).collect());
             }
         });
         Ok(())
+    }
+
+    fn lanes(&mut self, ranks: &[usize]) -> Option<&mut dyn Lanes> {
+        let near = self.near.as_ref()?;
+        ranks.iter().all(|rank| near.numbers.contains_key(rank)).then_some(self)
     }
 
     fn leave(&mut self, why: &str) {
         let why = self.ends.reason().unwrap_or_else(|| why.into());
         for other in (0..self.size).filter(|&other| other != self.rank) {
             self.world.process_at_rank(other as i32).send_with_tag(why.as_bytes(), LEAVES);
+        }
+    }
+}
+
+impl Lanes for Mpi {
+    fn count(&self) -> usize {
+        self.near.as_ref().map_or(1, |near| near.rings.lanes)
+    }
+
+    /// Lanes are pieces of work of this thread and those that help it. None waits for long: what is stuck comes back here, where ranks
+    /// that have left are looked for.
+    fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault> {
+        let Some(near) = self.near.clone() else { return Ok(()) };
+        let Near { rings, numbers } = &*near;
+        let plan = &plan.between(|rank| numbers[&rank]);
+        let rank_of = |number: usize| numbers.iter().find(|(_, n)| **n == number).map_or(number, |(rank, _)| *rank);
+        let mut lanes: Vec<Mutex<Running>> =
+            lanes.into_iter().enumerate().map(|(i, lane)| Mutex::new(Running::new(lane, i))).collect();
+        let mut waiting = Waiting::begin();
+        loop {
+            let fresh = waiting.is_fresh();
+            let go_on = |i: usize| {
+                let mut lane = lanes[i].lock().unwrap_or_else(PoisonError::into_inner);
+                lane.go_on(rings, call.context, plan, if fresh { PATIENCE } else { Duration::ZERO });
+            };
+            match fresh {
+                true => parallel::for_each_in_order(lanes.len(), 1, go_on),
+                false => (0..lanes.len()).for_each(go_on), // the others' threads have better things to do
+            }
+            let mut moved = false;
+            lanes.retain_mut(|lane| {
+                let lane = lane.get_mut().unwrap_or_else(PoisonError::into_inner);
+                moved |= std::mem::take(&mut lane.moved);
+                if let Some((number, what)) = &lane.wrong {
+                    self.end(&format!("{}: rank {} {what}: {SAME_CALLS}", call.op, rank_of(*number)));
+                }
+                !lane.is_through(plan)
+            });
+            if lanes.is_empty() {
+                return Ok(());
+            }
+            let pending = || {
+                let waits_for =
+                    |lane: &Mutex<Running>| lane.lock().unwrap_or_else(PoisonError::into_inner).waits_for(plan);
+                lanes.iter().flat_map(waits_for).map(rank_of).collect()
+            };
+            self.wait(call, &mut waiting, moved, pending);
         }
     }
 }

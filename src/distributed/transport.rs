@@ -1,5 +1,6 @@
 //! What carries bytes between the ranks of a job.
 
+use super::plan::{Lane, Plan};
 use crate::device::cpu::threads;
 use crate::{Error, Result};
 
@@ -27,8 +28,26 @@ pub(super) trait Transport {
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault>;
 
+    /// What exchanges with these ranks, of which this one is one, on several threads; none unless all are of one machine.
+    fn lanes(&mut self, _ranks: &[usize]) -> Option<&mut dyn Lanes> {
+        None
+    }
+
     /// Tells the others that this rank sends nothing any more, and why.
     fn leave(&mut self, why: &str);
+}
+
+/// Ranks of one machine that exchange on several threads. What two ranks send each other in a context on a lane is received in
+/// the order in which it was sent.
+pub(super) trait Lanes {
+    /// How many there are, on every rank.
+    fn count(&self) -> usize;
+
+    /// Exchanges a slice.
+    ///
+    /// # Errors
+    /// As [`Transport::exchange`].
+    fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault>;
 }
 
 /// The slice that suits this process: with one thread little enough to stay in a processor's caches, with more enough for all.

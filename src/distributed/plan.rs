@@ -1,0 +1,121 @@
+//! What ranks send each other of a slice, and how it is cut so that several threads exchange it at once.
+
+use super::reduce::ReduceOp;
+use crate::DType;
+
+/// Pieces and ranks' parts begin at multiples of this, where elements of every dtype may.
+pub(super) const ALIGN: usize = 64;
+
+/// Bytes of a room that a lane exchanges at a time: they stay in the second-level cache from when they arrive until they are sent on.
+pub(super) const PIECE: usize = 1 << 16;
+
+/// The fewest bytes of a room that are worth a lane.
+const LEAST: usize = 1 << 14;
+
+/// The phases of the exchange of a slice, one after another; each may need what the one before has brought.
+///
+/// They are about *rooms*: parts of the slice's buffer that are cut alike into pieces, for a piece needs the same bytes of each.
+/// After those of the buffer come rooms beside it, where other ranks' values of the own room arrive, which are only reduced.
+pub(super) struct Plan {
+    pub phases: Vec<Phase>,
+    /// This rank's room where its values are reduced, which is also how many ranks come before it. The rooms beside the buffer
+    /// have the values of the other ranks, in their order.
+    pub own: usize,
+}
+
+#[cfg(feature = "mpi")]
+impl Plan {
+    /// The same between ranks of other numbers.
+    pub(super) fn between(&self, number: impl Fn(usize) -> usize) -> Plan {
+        let all = |messages: &[(usize, usize)]| messages.iter().map(|&(rank, room)| (number(rank), room)).collect();
+        let phase = |phase: &Phase| Phase { sends: all(&phase.sends), receives: all(&phase.receives), ..*phase };
+        Plan { phases: self.phases.iter().map(phase).collect(), own: self.own }
+    }
+}
+
+/// What is sent and received at once: the rank of the job, and the number of the room.
+#[derive(Default)]
+pub(super) struct Phase {
+    pub sends: Vec<(usize, usize)>,
+    pub receives: Vec<(usize, usize)>,
+    /// What then becomes of all ranks' values of the own room, in the order of the ranks.
+    pub reduces: Option<(DType, ReduceOp)>,
+}
+
+/// Pieces of a slice that one thread exchanges, one after another.
+pub(super) struct Lane<'a> {
+    /// What each has of the buffer's rooms.
+    pieces: Vec<Vec<&'a mut [u8]>>,
+    /// The rooms beside the buffer.
+    beside: Vec<&'a mut [u8]>,
+    piece: usize,
+    phase: usize,
+}
+
+/// Cuts rooms into pieces of so many bytes at most, and these into lanes, one at most for each set of rooms beside the buffer.
+pub(super) fn lanes<'a>(rooms: Vec<&'a mut [u8]>, piece: usize, beside: Vec<Vec<&'a mut [u8]>>) -> Vec<Lane<'a>> {
+    let longest = rooms.iter().map(|room| room.len()).max().unwrap_or(0);
+    let piece = piece.min(longest.div_ceil(beside.len()).max(LEAST).next_multiple_of(ALIGN));
+    let pieces = longest.div_ceil(piece);
+    let mut rest: Vec<_> = rooms.into_iter().map(|room| room.chunks_mut(piece)).collect();
+    let count = beside.len().min(pieces);
+    let mut lanes = Vec::with_capacity(count);
+    for (i, beside) in beside.into_iter().take(count).enumerate() {
+        let of_lane = i * pieces / count..(i + 1) * pieces / count;
+        let pieces = of_lane.map(|_| rest.iter_mut().map(|room| room.next().unwrap_or_default()).collect());
+        lanes.push(Lane { pieces: pieces.collect(), beside, piece: 0, phase: 0 });
+    }
+    lanes
+}
+
+/// What is sent, and what is received, each with its rank.
+pub(super) type Messages<'a> = (Vec<(usize, &'a [u8])>, Vec<(usize, &'a mut [u8])>);
+
+impl Lane<'_> {
+    /// The phase that it is in; none when it is through.
+    pub(super) fn phase<'p>(&self, plan: &'p Plan) -> Option<&'p Phase> {
+        (self.piece < self.pieces.len()).then(|| &plan.phases[self.phase])
+    }
+
+    /// A room of the current piece.
+    pub(super) fn room(&mut self, plan: &Plan, room: usize) -> &mut [u8] {
+        let piece = &mut self.pieces[self.piece];
+        match room.checked_sub(piece.len()) {
+            None => piece[room],
+            Some(beside) => &mut self.beside[beside][..piece[plan.own].len()],
+        }
+    }
+
+    /// The messages of the current phase; what is empty is not sent.
+    pub(super) fn messages(&mut self, plan: &Plan) -> Messages<'_> {
+        let (phase, piece) = (&plan.phases[self.phase], &mut self.pieces[self.piece]);
+        let own = piece[plan.own].len();
+        let beside = self.beside.iter_mut().map(|room| &mut room[..own]);
+        let rooms = piece.iter_mut().map(|room| &mut **room).chain(beside);
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for (i, room) in rooms.enumerate().filter(|(_, room)| !room.is_empty()) {
+            match phase.receives.iter().find(|(_, into)| *into == i) {
+                Some((from, _)) => receives.push((*from, room)),
+                None => {
+                    let room: &[u8] = room;
+                    sends.extend(phase.sends.iter().filter(|(_, of)| *of == i).map(|(to, _)| (*to, room)));
+                }
+            }
+        }
+        (sends, receives)
+    }
+
+    /// Ends the current phase, whose messages have all gone and come.
+    pub(super) fn end_phase(&mut self, plan: &Plan) {
+        let own = &mut self.pieces[self.piece][plan.own];
+        if let Some((dtype, op)) = plan.phases[self.phase].reduces.filter(|_| !own.is_empty()) {
+            let beside: Vec<&[u8]> = self.beside.iter().map(|room| &room[..own.len()]).collect();
+            let (before, after) = beside.split_at(plan.own);
+            op.reduce(dtype, before, own, after);
+        }
+        self.phase += 1;
+        if self.phase == plan.phases.len() {
+            (self.piece, self.phase) = (self.piece + 1, 0);
+        }
+    }
+}
