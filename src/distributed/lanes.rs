@@ -36,11 +36,11 @@ impl<'a> Running<'a> {
         let mut looks = 0;
         while self.wrong.is_none() && !self.is_through(plan) {
             if self.step(rings, context, plan) {
-                (self.moved, waits_since) = (true, None);
+                waits_since = None;
                 continue;
             }
             looks += 1;
-            if looks % LOOKS != 0 && !patience.is_zero() {
+            if looks % LOOKS != 0 {
                 spin_loop();
                 continue;
             }
@@ -52,7 +52,7 @@ impl<'a> Running<'a> {
     }
 
     /// Copies what there is: whether that was any.
-    fn step(&mut self, rings: &Rings, context: u32, plan: &Plan) -> bool {
+    pub(super) fn step(&mut self, rings: &Rings, context: u32, plan: &Plan) -> bool {
         let Some(phase) = self.lane.phase(plan) else { return false };
         self.progress.resize_with(phase.receives.len() + phase.sends.len(), Progress::default);
         let (received, sent) = self.progress.split_at_mut(phase.receives.len());
@@ -79,6 +79,7 @@ impl<'a> Running<'a> {
             self.lane.end_phase(plan);
             self.progress.clear();
         }
+        self.moved |= moved || is_whole;
         moved || is_whole
     }
 

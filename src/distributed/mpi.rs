@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use ::mpi::Threading;
@@ -42,6 +42,11 @@ const LANES: usize = 8;
 /// How long it sleeps at a time.
 const NAP: Duration = Duration::from_micros(50);
 
+/// What a panicking thread leaves is whole: nothing under the locks panics but a lane, which ends the engine.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Set when the rank is to end, by itself or by `mpirun`.
 #[derive(Clone, Default)]
 struct Ends {
@@ -53,7 +58,7 @@ struct Ends {
 
 impl Ends {
     fn reason(&self) -> Option<String> {
-        self.gives_up.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        locked(&self.gives_up).clone()
     }
 }
 
@@ -61,7 +66,7 @@ impl Ends {
 static ENGINE: Mutex<Option<Arc<Engine>>> = Mutex::new(None);
 
 pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>> {
-    let mut engine = ENGINE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut engine = locked(&ENGINE);
     if let Some(engine) = &*engine {
         return Ok(Arc::clone(engine));
     }
@@ -71,7 +76,7 @@ pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>>
         op,
         move || Mpi::start(op, of_transport, timeout),
         move |why| {
-            ends.gives_up.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| why.into());
+            locked(&ends.gives_up).get_or_insert_with(|| why.into());
         },
     )?;
     at_exit(end);
@@ -80,7 +85,7 @@ pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>>
 
 /// Groups that a thread still has, or a static, are of no use any more.
 extern "C" fn end() {
-    if let Some(engine) = ENGINE.lock().unwrap_or_else(PoisonError::into_inner).take() {
+    if let Some(engine) = locked(&ENGINE).take() {
         engine.end();
     }
 }
@@ -392,18 +397,17 @@ impl Lanes for Mpi {
             lanes.into_iter().enumerate().map(|(i, lane)| Mutex::new(Running::new(lane, i))).collect();
         let mut waiting = Waiting::begin();
         loop {
-            let fresh = waiting.is_fresh();
-            let go_on = |i: usize| {
-                let mut lane = lanes[i].lock().unwrap_or_else(PoisonError::into_inner);
-                lane.go_on(rings, call.context, plan, if fresh { PATIENCE } else { Duration::ZERO });
-            };
-            match fresh {
-                true => parallel::for_each_in_order(lanes.len(), 1, go_on),
-                false => (0..lanes.len()).for_each(go_on), // the others' threads have better things to do
+            if waiting.is_fresh() {
+                parallel::for_each_in_order(lanes.len(), 1, |i| {
+                    locked(&lanes[i]).go_on(rings, call.context, plan, PATIENCE);
+                });
+            } else {
+                // The other threads have better things to do until the ranks have come.
+                lanes.iter().any(|lane| locked(lane).step(rings, call.context, plan));
             }
             let mut moved = false;
             lanes.retain_mut(|lane| {
-                let lane = lane.get_mut().unwrap_or_else(PoisonError::into_inner);
+                let mut lane = locked(lane);
                 moved |= std::mem::take(&mut lane.moved);
                 if let Some((number, what)) = &lane.wrong {
                     self.end(&format!("{}: rank {} {what}: {SAME_CALLS}", call.op, rank_of(*number)));
@@ -413,11 +417,7 @@ impl Lanes for Mpi {
             if lanes.is_empty() {
                 return Ok(());
             }
-            let pending = || {
-                let waits_for =
-                    |lane: &Mutex<Running>| lane.lock().unwrap_or_else(PoisonError::into_inner).waits_for(plan);
-                lanes.iter().flat_map(waits_for).map(rank_of).collect()
-            };
+            let pending = || lanes.iter().flat_map(|lane| locked(lane).waits_for(plan)).map(rank_of).collect();
             self.wait(call, &mut waiting, moved, pending);
         }
     }
