@@ -8,6 +8,8 @@ use super::engine::{Engine, Work};
 use super::reduce::ReduceOp;
 use super::threads::Threads;
 use super::transport::Transport;
+#[cfg(feature = "mpi")]
+use crate::device::cpu::threads;
 use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 
 /// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Of a job under `mpirun` every process is a rank
@@ -80,6 +82,9 @@ impl Group {
         let local = super::mpi::local_rank();
         let devices: Vec<Device> = Device::all().into_iter().filter(|d| *d != Device::Cpu).collect();
         let device = devices.get(local % devices.len().max(1)).copied().unwrap_or(Device::Cpu);
+        if engine.size > 1 && !device.is_cpu() && threads() == 1 {
+            tracing::warn!("a rank with {device} has one core, so that backward and what it sends take turns: mpirun --bind-to none");
+        }
         Group::of_job(engine, device)
     }
 
