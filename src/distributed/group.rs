@@ -83,7 +83,9 @@ impl Group {
         let devices: Vec<Device> = Device::all().into_iter().filter(|d| *d != Device::Cpu).collect();
         let device = devices.get(local % devices.len().max(1)).copied().unwrap_or(Device::Cpu);
         if engine.size > 1 && !device.is_cpu() && threads() == 1 {
-            tracing::warn!("a rank with {device} has one core, so that backward and what it sends take turns: mpirun --bind-to none");
+            tracing::warn!(
+                "a rank with {device} has one core, so that backward and what it sends take turns: mpirun --bind-to none"
+            );
         }
         Group::of_job(engine, device)
     }

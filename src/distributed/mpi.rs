@@ -184,6 +184,9 @@ impl Mpi {
         }
         waiting.looked = Instant::now();
         let ranks = pending();
+        if ranks.is_empty() {
+            return; // a lane has just come to its next phase
+        }
         if let Some(reason) = self.ends.reason() {
             self.end(&format!("{reason} while {} was under way", call.op));
         }

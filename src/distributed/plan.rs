@@ -7,7 +7,7 @@ use crate::DType;
 pub(super) const ALIGN: usize = 64;
 
 /// Bytes of a room that a lane exchanges at a time: they stay in the second-level cache from when they arrive until they are sent on.
-pub(super) const PIECE: usize = 1 << 16;
+pub(super) const PIECE: usize = 1 << 17;
 
 /// The fewest bytes of a room that are worth a lane.
 const LEAST: usize = 1 << 14;

@@ -17,7 +17,7 @@ const HEAD: usize = 16;
 const READ: usize = 8;
 
 /// Words that are copied before the other rank is told of them: few, so that both copy at once.
-const AT_A_TIME: usize = 1 << 11;
+const AT_A_TIME: usize = 1 << 12;
 
 /// The rings between so many ranks.
 pub(super) struct Rings {
@@ -46,15 +46,18 @@ impl Rings {
         Rings { memory, ranks, rank, lanes }
     }
 
-    fn ring(&self, from: usize, to: usize, lane: usize) -> &[AtomicU64] {
+    /// The words before those of a ring, its words, and where these begin in the memory.
+    fn ring(&self, from: usize, to: usize, lane: usize) -> (&[AtomicU64], &[AtomicU64], usize) {
         let words = self.memory.words();
         let each = words.len() / (self.ranks * self.ranks * self.lanes);
-        &words[((from * self.ranks + to) * self.lanes + lane) * each..][..each]
+        let start = ((from * self.ranks + to) * self.lanes + lane) * each;
+        let (head, data) = words[start..start + each].split_at(HEAD);
+        (head, data, start + HEAD)
     }
 
     /// Writes what has room of a message to another rank: whether that was any.
     pub(super) fn send(&self, to: usize, lane: usize, context: u32, bytes: &[u8], progress: &mut Progress) -> bool {
-        let (head, data) = self.ring(self.rank, to, lane).split_at(HEAD);
+        let (head, data, start) = self.ring(self.rank, to, lane);
         let (mut written, read) = (head[0].load(Relaxed), head[READ].load(Acquire));
         let mut room = data.len() - (written - read) as usize;
         let before = written;
@@ -67,7 +70,7 @@ impl Rings {
             let rest = &bytes[progress.done..];
             let words = room.min(data.len() - at).min(rest.len().div_ceil(8)).min(AT_A_TIME);
             let now = &rest[..rest.len().min(words * 8)];
-            write(now, &data[at..at + words]);
+            self.memory.write(start + at, now); // these have been read: `room`
             (progress.done, written, room) = (progress.done + now.len(), written + words as u64, room - words);
             head[0].store(written, Release); // the other rank reads them while the next are written
         }
@@ -89,7 +92,7 @@ impl Rings {
         bytes: &mut [u8],
         progress: &mut Progress,
     ) -> Result<bool, String> {
-        let (head, data) = self.ring(from, self.rank, lane).split_at(HEAD);
+        let (head, data, start) = self.ring(from, self.rank, lane);
         let (written, mut read) = (head[0].load(Acquire), head[READ].load(Relaxed));
         let before = read;
         if !progress.begun && written > read {
@@ -109,7 +112,7 @@ impl Rings {
             let rest = &mut bytes[progress.done..];
             let words = there.min(data.len() - at).min(rest.len().div_ceil(8));
             let now = rest.len().min(words * 8);
-            read_into(&mut rest[..now], &data[at..at + words]);
+            self.memory.read(start + at, &mut rest[..now]); // these have been written: `there`
             (progress.done, read) = (progress.done + now, read + words as u64);
             head[READ].store(read, Release); // the other rank writes there while the next are read
         }
@@ -138,31 +141,6 @@ impl Progress {
     /// Whether all of so many bytes were copied; what is empty is not sent.
     pub(super) fn is_whole(self, bytes: usize) -> bool {
         self.done == bytes && (self.begun || bytes == 0)
-    }
-}
-
-/// Bytes into as many words as they need.
-fn write(bytes: &[u8], words: &[AtomicU64]) {
-    let whole = bytes.chunks_exact(8);
-    if let (last @ [_, ..], Some(word)) = (whole.remainder(), words.last()) {
-        let mut padded = [0; 8];
-        padded[..last.len()].copy_from_slice(last);
-        word.store(u64::from_ne_bytes(padded), Relaxed);
-    }
-    for (bytes, word) in whole.zip(words) {
-        word.store(u64::from_ne_bytes(bytes.try_into().expect("eight bytes")), Relaxed);
-    }
-}
-
-/// Bytes out of as many words as they need.
-fn read_into(bytes: &mut [u8], words: &[AtomicU64]) {
-    let mut whole = bytes.chunks_exact_mut(8);
-    for (bytes, word) in whole.by_ref().zip(words) {
-        bytes.copy_from_slice(&word.load(Relaxed).to_ne_bytes());
-    }
-    if let (last @ [_, ..], Some(word)) = (whole.into_remainder(), words.last()) {
-        let padded = word.load(Relaxed).to_ne_bytes();
-        last.copy_from_slice(&padded[..last.len()]);
     }
 }
 

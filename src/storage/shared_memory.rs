@@ -8,7 +8,8 @@ use std::sync::atomic::AtomicU64;
 use memmap2::{MmapOptions, MmapRaw};
 use tempfile::NamedTempFile;
 
-/// Words of memory that processes share. Any of them may change a word at any time, so each is an atomic.
+/// Words of memory that processes share. Any of them may change a word at any time, so each is an atomic. What one process has to
+/// itself for a while, by an agreement about other words, is [written](Self::write) and [read](Self::read) many bytes at a time.
 #[derive(Debug)]
 pub(crate) struct SharedMemory {
     map: MmapRaw,
@@ -43,9 +44,32 @@ impl SharedMemory {
     pub(crate) fn words(&self) -> &[AtomicU64] {
         let words = self.map.len() / size_of::<u64>();
         // SAFETY: a mapping begins at a page, is of this many words, each a valid one, and lives as long as `self`. Whoever else
-        // has it changes words as atomics only: only this user may open
+        // has it changes words by the functions here only: only this user may open
         // the file, under a name that is gone once all ranks have it, and nobody makes it shorter.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().cast::<AtomicU64>(), words) }
+    }
+
+    /// Copies bytes to the words from `at` on, of which the caller has those to itself: others read them once another word, stored
+    /// with `Release` afterwards, tells them to.
+    ///
+    /// # Panics
+    /// Where there are no such words.
+    pub(crate) fn write(&self, at: usize, bytes: &[u8]) {
+        let to = &self.words()[at..at + bytes.len().div_ceil(size_of::<u64>())];
+        // SAFETY: so many words are there, checked above, which may change under a shared reference, and nobody else uses
+        // them meanwhile: see above. Where they are not the caller's after all, the bytes are some mixture, each of them valid.
+        unsafe { bytes.as_ptr().copy_to_nonoverlapping(to.as_ptr().cast_mut().cast(), bytes.len()) }
+    }
+
+    /// Copies bytes from the words from `at` on, which nobody writes meanwhile: a word that was loaded with `Acquire` before
+    /// has said so.
+    ///
+    /// # Panics
+    /// Where there are no such words.
+    pub(crate) fn read(&self, at: usize, bytes: &mut [u8]) {
+        let from = &self.words()[at..at + bytes.len().div_ceil(size_of::<u64>())];
+        // SAFETY: as in `write`.
+        unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from.as_ptr().cast(), bytes.len()) }
     }
 }
 
@@ -65,5 +89,9 @@ mod tests {
         assert!(SharedMemory::open(&path, 1).is_err());
         own.words()[19_999].store(7, Relaxed);
         assert_eq!((other.words()[19_999].load(Relaxed), other.words()[0].load(Relaxed)), (7, 0));
+        own.write(19_998, b"eleven byte");
+        let mut read = [0; 11];
+        other.read(19_998, &mut read);
+        assert_eq!(&read, b"eleven byte");
     }
 }
