@@ -78,6 +78,7 @@ impl Lane<'_> {
     }
 
     /// A room of the current piece.
+    #[cfg(feature = "mpi")]
     pub(super) fn room(&mut self, plan: &Plan, room: usize) -> &mut [u8] {
         let piece = &mut self.pieces[self.piece];
         match room.checked_sub(piece.len()) {

@@ -37,7 +37,9 @@ fn collectives_between_processes() {
     if world().is_some() {
         return;
     }
-    on_all_ranks(5, &["collectives::"], &[("CLAYSTONE_DEVICES", "none"), ("CLAYSTONE_DISTRIBUTED_DEBUG", "1")], 9);
+    // With several threads a rank has several lanes.
+    let lanes = [("RAYON_NUM_THREADS", "4"), ("CLAYSTONE_DEVICES", "none"), ("CLAYSTONE_DISTRIBUTED_DEBUG", "1")];
+    on_all_ranks(5, &["collectives::"], &lanes, 9);
     on_all_ranks(5, &["collectives::"], &[("CLAYSTONE_DISTRIBUTED_SHARED_MEMORY", "0")], 9);
 }
 
@@ -164,7 +166,8 @@ fn a_job_ends_with_a_sentence_wherever_a_rank_is_killed() {
     }
     for (call, (op, _)) in CALLS.iter().enumerate() {
         let call = call.to_string();
-        let output = mpirun(3, &["--exact", "mpi::rank_1_is_killed"], &[(FAULT, &call), ("CLAYSTONE_DEVICES", "none")]);
+        let environment = [(FAULT, &*call), ("CLAYSTONE_DEVICES", "none"), ("RAYON_NUM_THREADS", "3")];
+        let output = mpirun(3, &["--exact", "mpi::rank_1_is_killed"], &environment);
         ends_with(&call, &[&format!("{op} waited for rank 1")], &output);
     }
 }
