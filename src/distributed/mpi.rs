@@ -1,5 +1,5 @@
 //! Ranks that are processes of a job under `mpirun`. MPI is used on one thread only, the rank's [`Engine`]. Ranks of one machine
-//! send each other messages through memory that they share, which all their cores copy to and from.
+//! send each other messages through memory that they share, on several threads where they have as many.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -32,11 +32,13 @@ const SHARED_MEMORY: &str = "CLAYSTONE_DISTRIBUTED_SHARED_MEMORY";
 /// The tag of the message that a rank leaves; groups' contexts come after it.
 const LEAVES: i32 = 0;
 
-/// How long a rank asks again and again before it sleeps between, so that others of its core compute, and looks for ranks that
-/// have left.
+/// How long threads of a rank ask again and again, before one alone does and looks for ranks that have left.
 const PATIENCE: Duration = Duration::from_micros(200);
 
-/// Threads of a rank that exchange with others at a time, at most: these saturate what the memory of a machine carries.
+/// How long that one goes on, where it has a core to itself, before it sleeps between: with one core others need it to come.
+const LONG_PATIENCE: Duration = Duration::from_millis(2);
+
+/// Threads of a rank that exchange with others at a time, at most: few enough that every rank of a machine with several GPUs has them.
 const LANES: usize = 8;
 
 /// How long it sleeps at a time.
@@ -175,7 +177,7 @@ impl Mpi {
         if moved {
             waiting.came = Instant::now();
         }
-        match waiting.is_fresh() {
+        match waiting.came.elapsed() < if threads() == 1 { PATIENCE } else { LONG_PATIENCE } {
             true => std::thread::yield_now(),
             false => std::thread::sleep(NAP),
         }

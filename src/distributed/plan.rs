@@ -120,3 +120,27 @@ impl Lane<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every byte of every room is once in a piece, in order, and pieces have the same bytes of each room.
+    #[test]
+    fn lanes_have_every_byte_once() {
+        for (longest, count, expected) in [(0, 3, 0), (1, 3, 1), (1 << 15, 3, 2), (3 << 17, 2, 2), (5 << 20, 8, 8)] {
+            let mut rooms = [vec![0u8; longest], vec![0; longest.saturating_sub(100)]];
+            let beside = (0..count).map(|_| Vec::new()).collect();
+            let mut lanes = lanes(rooms.iter_mut().map(Vec::as_mut_slice).collect(), PIECE, beside);
+            assert_eq!(lanes.len(), expected, "{longest} bytes in {count} lanes");
+            let pieces = lanes.iter_mut().flat_map(|lane| &mut lane.pieces);
+            for (i, piece) in pieces.enumerate() {
+                assert!(piece[0].len() <= PIECE && piece[1].len() <= piece[0].len());
+                piece.iter_mut().for_each(|room| room.iter_mut().for_each(|byte| *byte += 1 + i as u8));
+            }
+            for room in rooms {
+                assert!(room.iter().all(|&byte| byte > 0) && room.is_sorted(), "{longest} bytes in {count} lanes");
+            }
+        }
+    }
+}
