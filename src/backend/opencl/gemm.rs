@@ -359,21 +359,20 @@ fn vectors(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, Va
     }
 }
 
-/// How many neighbouring results a work-item of a GPU stores at once, 16 bytes of the widest; 1 where they are not contiguous
-/// or not aligned.
+/// How many neighbouring results a work-item of a GPU stores at once: of the widest 16 bytes, or 4 where only these are aligned; 1 where
+/// they are not contiguous.
 fn wide(variant: Variant, plan: &GemmPlan, outs: &[&Tensor]) -> usize {
     let most = match variant {
         Variant::Mma(_) => 8,
         Variant::Tiled { .. } => NEIGHBOURS,
         _ => return 1,
     };
-    let wide = outs.iter().map(|t| 16 / t.dtype.size()).min().unwrap_or(1).min(most);
-    for (t, at) in outs.iter().zip(&plan.others) {
-        let steps = at.batch.iter().copied().chain([at.row]).map(isize::unsigned_abs);
-        let aligned = steps.chain([t.layout.offset]).all(|step| step.is_multiple_of(wide));
-        if at.col != 1 || !aligned || wide < 4 {
-            return 1;
-        }
-    }
-    wide
+    let most = outs.iter().map(|t| 16 / t.dtype.size()).min().unwrap_or(1).min(most);
+    let is_aligned = |wide: usize| {
+        outs.iter().zip(&plan.others).all(|(t, at)| {
+            let steps = at.batch.iter().copied().chain([at.row]).map(isize::unsigned_abs);
+            at.col == 1 && steps.chain([t.layout.offset]).all(|step| step.is_multiple_of(wide))
+        })
+    };
+    [most, 4].into_iter().find(|&wide| (4..=most).contains(&wide) && is_aligned(wide)).unwrap_or(1)
 }

@@ -52,9 +52,9 @@ const HALF: [Tile; 6] = [
     mma_tile(128, 128, 32, (2, 2), 4),
     mma_tile(64, 64, 64, (2, 2), 4),
 ];
-/// Of windows, where half of 128 rows or more would be empty: of halves, and of f32.
+/// Of windows, where half of 128 rows or more would be empty: of halves, two of whose first groups fit on a unit, and of f32.
 const FEW_ROWS: [&[Tile]; 2] = [
-    &[few_rows(256, 64, 4), few_rows(128, 64, 4), mma_tile(64, 64, 64, (2, 2), 4)],
+    &[few_rows(128, 64, 4), few_rows(256, 64, 4), mma_tile(64, 64, 64, (2, 2), 4)],
     &[few_rows(128, 32, 3), few_rows(64, 32, 4), mma_tile(64, 64, 16, (2, 2), 4)],
 ];
 const SINGLE: [Tile; 5] = [
@@ -339,6 +339,25 @@ mod tests {
         assert_eq!(tile([512; 3], DType::F32, HOPPER), (128, 64, true));
         assert_eq!(tile([2048; 3], DType::F16, OTHER), (128, 128, false));
         assert_eq!(tile([2048; 3], DType::F32, OTHER), (128, 128, false));
+    }
+
+    #[test]
+    fn windows_have_tiles_for_few_rows() {
+        let tile = |[m, n, k]: [usize; 3], dtype, cores| {
+            let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
+            let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
+            let mma = Mma::of_windows(&plan, dtype, WindowsAs::Columns, 132, || cores)?;
+            assert!(mma.local_memory() <= cores.local && mma.a.along_k && mma.b.along_k);
+            Some((mma.tile.m, mma.tile.n, mma.tile.wgmma))
+        };
+        assert_eq!(tile([64, 100_000, 576], DType::F16, HOPPER), Some((64, 128, true)));
+        assert_eq!(tile([72, 100_000, 576], DType::BF16, HOPPER), Some((128, 256, true)));
+        assert_eq!(tile([64, 100_000, 576], DType::F32, HOPPER), Some((64, 128, true)));
+        assert_eq!(tile([64, 100_000, 576], DType::F16, OTHER), Some((64, 64, false)));
+        assert_eq!(tile([7, 100_000, 576], DType::F16, HOPPER), None);
+        assert_eq!(tile([64, 100_000, 24], DType::F16, HOPPER), None);
+        assert_eq!(tile([64, 100_000, 576], DType::F64, HOPPER), None);
+        assert_eq!(tile([64, 100_000, 576], DType::F16, TensorCores::default()), None);
     }
 
     #[test]
