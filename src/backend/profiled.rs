@@ -60,10 +60,11 @@ fn of_attention<'t>(
     describe_flops(name, [a.q, a.k, a.v].into_iter().chain(a.mask).chain(others), flops)
 }
 
-fn of_convolution(w: &Windows, x: &Tensor, weight: &Tensor) -> Operation {
+/// Of images or of windows, each element of which the weight is multiplied by where they meet.
+pub(crate) fn of_convolution(name: &'static str, w: &Windows, x: &Tensor, weight: &Tensor) -> Operation {
     let windows: usize = w.grid.iter().product();
     let flops = 2 * x.shape().dims()[0] * windows * weight.numel();
-    describe_flops("conv2d", [x, weight], flops)
+    describe_flops(name, [x, weight], flops)
 }
 
 /// Of what is indexed only the elements that are wanted are read.
@@ -210,7 +211,7 @@ impl Backend for Profiled {
     recorded_unless_declined! {
         sequence(values: Sequence, out: &Tensor) -> Result<bool> = describe("arange", [out]);
         forward_convolution(windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize)
-            -> Result<Option<Tensor>> = of_convolution(windows, x, weight);
+            -> Result<Option<Tensor>> = of_convolution("conv2d", windows, x, weight);
         to_image(x: &Tensor) -> Result<Option<Image>> = describe("to_image", [x]);
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
             describe("cat", tensors.iter().copied().chain([out]));

@@ -6,7 +6,7 @@ use std::process::Command;
 use claystone::device::count_launches;
 use claystone::profiler::{Category, Event, Lane, Profile, Profiler, ProfilerOptions, profile};
 use claystone::storage::{MemoryMode, annotate, with_context, with_memory_mode};
-use claystone::{DType, Device, Error, Graph, Kernel, Stream, Tensor, with_stream};
+use claystone::{ConvOptions, DType, Device, Error, Graph, Kernel, Stream, Tensor, with_stream};
 
 use crate::common::devices;
 use crate::{alone, train};
@@ -59,6 +59,22 @@ fn commands_have_their_times_in_order_and_arrows_from_their_launches() {
             assert!(matches!(launch.lane, Lane::Thread(_)));
         }
         assert!(!of(&recorded, Category::Wait).is_empty(), "the host waited for the losses");
+    }
+}
+
+#[test]
+fn convolutions_of_single_channels_are_recorded_with_their_gradients() {
+    let _alone = alone();
+    for device in devices() {
+        let leaf = |shape: &[usize]| Tensor::ones(shape, device).unwrap().requires_grad_(true).unwrap();
+        let (x, weight) = (leaf(&[2, 3, 6, 7]), leaf(&[3, 1, 3, 3]));
+        let options = ConvOptions { groups: 3, ..ConvOptions::default() };
+        let convolve = || x.conv2d(&weight, None, options).unwrap().sum((), false).unwrap().backward().unwrap();
+        let ((), recorded) = profile(|| with_memory_mode(MemoryMode::Buffer, convolve)).unwrap();
+        for name in ["conv2d", "conv_transpose2d", "conv2d weight gradient"] {
+            let named = |e: &&&Event| &*e.name == name;
+            assert_eq!(of(&recorded, Category::Operation).iter().filter(named).count(), 1, "{name} on {device}");
+        }
     }
 }
 

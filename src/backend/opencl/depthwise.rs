@@ -9,9 +9,11 @@ use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::window;
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, four};
+use crate::backend::profiled::{describe, of_convolution};
 use crate::backend::written;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
+use crate::device::profiler::operation;
 use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/depthwise.cl");
@@ -137,14 +139,17 @@ impl Depthwise {
 
 impl Convolution for Depthwise {
     fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let _recorded = operation(|| of_convolution("conv2d", &self.windows, x, weight));
         self.gather(Made::Windows, x, weight, bias)
     }
 
     fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let _recorded = operation(|| of_convolution("conv_transpose2d", &self.windows, y, weight));
         self.gather(Made::Images, y, weight, bias)
     }
 
     fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+        let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
         let ([n, ..], [_, channels, rows, columns]) = (four(x), four(y));
         let Windows { kernel: [kh, kw], .. } = self.windows;
         let device = x.cl_device()?;

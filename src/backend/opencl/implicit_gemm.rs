@@ -19,8 +19,10 @@ use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::gemm::{BIASED, GemmOperand, GemmPlan, PRODUCT};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::windows::{Windows, four};
+use crate::backend::profiled::{describe, of_convolution};
 use crate::backend::written;
 use crate::device::opencl::{Arg, ClDevice};
+use crate::device::profiler::operation;
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Error, Result, Shape, Tensor};
 
@@ -387,6 +389,7 @@ fn launch(
 
 impl Convolution for ImplicitGemm {
     fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let _recorded = operation(|| of_convolution("conv2d", &self.windows, x, weight));
         let ([n, ..], [o, ..], [rows, columns]) = (four(x), four(weight), self.windows.grid);
         let matrices = matrices(weight, Found::weight(weight, self.groups))?;
         let (images, steps) = self.padded(x)?;
@@ -411,6 +414,7 @@ impl Convolution for ImplicitGemm {
     /// Of each phase, a convolution of windows that are next to each other: with the padding that brings every element to the windows it
     /// is in, and the taps that it has there.
     fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let _recorded = operation(|| of_convolution("conv_transpose2d", &self.windows, y, weight));
         let phases = [0, 1].map(|d| self.phases(d));
         let before = [0, 1].map(|d| phases[d].iter().map(|p| -p.start).max().unwrap_or(0));
         let end = |p: &Phase| p.start + ((p.taps - 1) * p.step + p.count) as isize;
@@ -445,6 +449,7 @@ impl Convolution for ImplicitGemm {
 
     /// The sum over all places of an element of the windows' gradient times all of the window.
     fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+        let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
         let ([n, o, rows, columns], [_, c, ..], groups) = (four(y), four(x), self.groups);
         let ([kh, kw], inner, outer) = (self.windows.kernel, c / groups, o / groups);
         let out = match slot {
