@@ -1,11 +1,12 @@
 // Images of other sizes: elements of a result picked, or mixed of their neighbours, in rows, columns or both. The host gives A (dtype)
 // with ACC and ACC_NAME, IDX, INT (int where places fit), ROWS and COLUMNS, which are 1 where rows or columns are mixed, and
-// TRANSPOSED for gradients. A work-item owns an element of a contiguous result, of which it has no part in another, so there are
-// no atomics and the bits are the same on every run.
+// TRANSPOSED for gradients. A work-item owns an element of a contiguous result, or VEC neighbours of a row
+// where it is no gradient, and has no part in another's, so there are no atomics and the bits are the same on every run. DENSE: the
+// elements of a row of what is read are neighbours, too.
 
-// Element o of `to` lies at (scale * o + shift) / unit among `from`, not below 0.
+// Element o of `to` lies at (scale * o + shift) / unit among `from`, not below 0. A step is `whole` units and a rest.
 typedef struct {
-    long from, to, scale, shift, unit;
+    long from, to, scale, shift, unit, whole;
 } Places;
 
 typedef struct {
@@ -20,23 +21,37 @@ typedef struct {
 
 #define LOAD CAT(load_, A)
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
+#define TO CAT(CAT(CAT(to_, A), _), ACC_NAME)
 
 // Where element o lies, in units.
 static inline INT place(const Places *p, INT o) {
     return max((INT)p->scale * o + (INT)p->shift, (INT)0);
 }
 
-// The element before it, the one behind it and the share of that one.
-static inline INT between(const Places *p, INT o, INT *high, ACC *share) {
-    const INT unit = (INT)p->unit, at = place(p, o), low = at / unit;
-    *high = min(low + 1, (INT)p->from - 1);
-    *share = (ACC)(at - low * unit) / (ACC)unit;
-    return low;
+// The element before the place of element o, -1 where that is below 0, and the units between them.
+static inline INT before(const Places *p, INT o, INT *rest) {
+    // No place is a whole unit below 0.
+    const INT unit = (INT)p->unit, at = (INT)p->scale * o + (INT)p->shift + unit, behind = at / unit;
+    *rest = at - behind * unit;
+    return behind - 1;
 }
 
-// Exact at both ends.
+// The share that the element behind the place has.
+static inline ACC share_behind(const Places *p, INT low, INT rest) {
+    return low < 0 ? (ACC)0 : (ACC)rest / (ACC)(INT)p->unit;
+}
+
+// The nearer element first, so that both ends are exact, and the share of the other one.
+#define NEARER_FIRST(T, a, b, share)                                                                                   \
+    if (share >= (ACC)0.5f) {                                                                                          \
+        const T nearer = b;                                                                                            \
+        b = a;                                                                                                         \
+        a = nearer;                                                                                                    \
+        share = 1 - share;                                                                                             \
+    }
+
 static inline ACC mixed(ACC a, ACC b, ACC share) {
-    return share < (ACC)0.5f ? a + share * (b - a) : b + (1 - share) * (a - b);
+    return a + share * (b - a);
 }
 
 // The first element of the result that lies at k or behind it.
@@ -65,10 +80,9 @@ static inline ACC share_of(const Places *p, INT o, INT j) {
     const long c = (long)next_index(&n, (IDX)w.c);                                                                     \
     x_at += (long)n * w.x[0] + c * w.x[1]
 
-#define X(row, column) LOAD(x, x_at + (long)(row) * w.x[2] + (long)(column) * w.x[3])
-
 __kernel void interpolate(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, Images w, ulong count) {
 #ifdef TRANSPOSED
+#define X(row, column) LOAD(x, x_at + (long)(row) * w.x[2] + (long)(column) * w.x[3])
     POSITION(w.rows.from, w.columns.from);
     const INT bottom = first(&w.rows, h + 1), right = first(&w.columns, v + 1), left = first(&w.columns, v - COLUMNS);
     ACC sum = 0;
@@ -80,13 +94,44 @@ __kernel void interpolate(__global const CAT(A, _t) *x, ulong x_at, __global CAT
     }
     STORE(y, y_at + p, sum);
 #else
-    POSITION(w.rows.to, w.columns.to);
-    INT bottom, right;
-    ACC down, across;
-    const INT top = between(&w.rows, h, &bottom, &down), left = between(&w.columns, v, &right, &across);
-    ACC made = COLUMNS ? mixed(X(top, left), X(top, right), across) : X(top, left);
-    if (ROWS)
-        made = mixed(made, COLUMNS ? mixed(X(bottom, left), X(bottom, right), across) : X(bottom, left), down);
-    STORE(y, y_at + p, made);
+    // Of the first neighbour; the others' places follow without divisions.
+    POSITION(w.rows.to, w.columns.to / VEC);
+    INT down_rest, rest, low = before(&w.rows, h, &down_rest);
+    ACC down = ROWS ? share_behind(&w.rows, low, down_rest) : 0;
+    const INT top = max(low, (INT)0), unit = (INT)w.columns.unit;
+    ulong upper = x_at + (long)top * w.x[2], lower = x_at + (long)min(top + 1, (INT)w.rows.from - 1) * w.x[2];
+    NEARER_FIRST(ulong, upper, lower, down)
+    const INT step = (INT)w.columns.whole, step_rest = (INT)w.columns.scale - step * unit;
+    low = before(&w.columns, v * VEC, &rest);
+    union {
+        CAT(A, _t) each[VEC];
+        uint word[4];
+    } made;
+    #pragma unroll
+    for (uint k = 0; k < VEC; ++k) {
+        long a = max(low, (INT)0), b = min((INT)a + 1, (INT)w.columns.from - 1);
+        ACC across = COLUMNS ? share_behind(&w.columns, low, rest) : 0;
+        NEARER_FIRST(long, a, b, across)
+#ifndef DENSE
+        a *= w.x[3];
+        b *= w.x[3];
+#endif
+        ACC value = COLUMNS ? mixed(LOAD(x, upper + a), LOAD(x, upper + b), across) : LOAD(x, upper + a);
+        if (ROWS)
+            value = mixed(value, COLUMNS ? mixed(LOAD(x, lower + a), LOAD(x, lower + b), across) : LOAD(x, lower + a), down);
+        made.each[k] = TO(value);
+        low += step;
+        rest += step_rest;
+        if (rest >= unit) {
+            rest -= unit;
+            ++low;
+        }
+    }
+#if VEC > 1
+    // As words: compilers store vectors of shorter elements in two pieces.
+    *(__global uint4 *)(y + y_at + (ulong)p * VEC) = (uint4)(made.word[0], made.word[1], made.word[2], made.word[3]);
+#else
+    y[y_at + p] = made.each[0];
+#endif
 #endif
 }

@@ -2,7 +2,7 @@
 //! Where no GPU is, OpenCL processors run them: each test starts itself again with `CLAYSTONE_KERNELS=gpu`. The same of
 //! elementwise kernels is asked of processors' own.
 
-use claystone::{DType, Device, Tensor};
+use claystone::{DType, Device, Interpolation, Tensor};
 
 use crate::common::gpus::{assert_same, cases, everywhere, gpus, upload};
 use crate::common::values;
@@ -255,6 +255,27 @@ fn rows_kept_in_registers_and_rows_read_again() {
                     let y = x.log_softmax(1).unwrap();
                     assert_same(&values(&y.detach()), &log, eps, &what);
                     assert_same(&gradient(y), &d_log, 8.0 * eps, &what);
+                }
+            }
+        }
+    }
+}
+
+/// Rows of whole vectors, which work-items have each a vector of, and others, of views too: the bits that the CPU computes.
+#[test]
+fn images_of_other_sizes() {
+    let linear = |align_corners| Interpolation::Linear { align_corners };
+    let modes = [Interpolation::Nearest, Interpolation::NearestExact, linear(false), linear(true)];
+    for device in gpus("kernels::images_of_other_sizes") {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let x = Tensor::rand([2, 3, 9, 14], Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            for (sizes, how) in
+                [[18, 24], [18, 28], [5, 8], [9, 13], [40, 16]].into_iter().flat_map(|s| modes.map(|m| (s, m)))
+            {
+                for view in [|x: &Tensor| x.narrow(3, 1, 12).unwrap(), |x: &Tensor| x.transpose(2, 3).unwrap()] {
+                    let want = view(&x).interpolate(&sizes, how).unwrap();
+                    let got = view(&x.to_device(device).unwrap()).interpolate(&sizes, how).unwrap();
+                    assert!(got.to_device(Device::Cpu).unwrap().equal(&want).unwrap(), "{sizes:?} {how:?} of {dtype}");
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, flag, is_wide, launch_free, types};
+use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, flag, is_wide, launch_free, types, vector_width};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::interpolation::{Resize, Samples};
 use crate::backend::problem::windows::four;
@@ -17,20 +17,26 @@ pub(crate) fn run(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -
     let (count, dtype, [_, c, h, w]) = (out.numel(), out.dtype, four(x));
     let [rows, columns] = [(resize.rows, h), (resize.columns, w)].map(|(p, n)| p.unwrap_or_else(|| Samples::same(n)));
     let (wide, near) = (is_wide([count]), rows.is_near() && columns.is_near());
-    let flags = [transposed, rows.linear, columns.linear, wide, near].map(u64::from);
-    let params: SmallVec<[u64; 8]> = [dtype as u64].into_iter().chain(flags).collect();
+    // A gradient's elements have different numbers of terms.
+    let width = match transposed {
+        true => 1,
+        false => vector_width(device, dtype, [columns.to, out.layout.offset].into_iter().map(|n| n as isize)),
+    };
+    let dense = x.strides()[3] == 1;
+    let flags = [transposed, dense, rows.linear, columns.linear, wide, near].map(u64::from);
+    let params: SmallVec<[u64; 8]> = [dtype as u64, width as u64].into_iter().chain(flags).collect();
     let kernel = kernel(device, KernelKey::new("interpolate", &params), "interpolate", || {
         let [mixed_rows, mixed_columns] = [rows, columns].map(|samples| u8::from(samples.linear));
-        let switches = flag(transposed, "TRANSPOSED") + if near { "#define INT int\n" } else { "" };
-        format!(
-            "{}#define ROWS {mixed_rows}\n#define COLUMNS {mixed_columns}\n{switches}{STRIDED_DIMS}{TEMPLATE}",
-            types(dtype, wide)
-        )
+        let switches =
+            flag(transposed, "TRANSPOSED") + &flag(dense, "DENSE") + if near { "#define INT int\n" } else { "" };
+        let mixed = format!("#define ROWS {mixed_rows}\n#define COLUMNS {mixed_columns}\n");
+        format!("{}#define VEC {width}\n{mixed}{switches}{STRIDED_DIMS}{TEMPLATE}", types(dtype, wide))
     })?;
+    let items = count / width;
     let strides = x.strides().iter().map(|&s| s as i64);
-    let words: SmallVec<[i64; 16]> =
+    let words: SmallVec<[i64; 20]> =
         rows.words().into_iter().chain(columns.words()).chain([c as i64]).chain(strides).collect();
     let (from, to) = (x.device_view()?, out.device_view()?);
-    let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64)]);
-    launch_free(device, &kernel, &args, count)
+    let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(items as u64)]);
+    launch_free(device, &kernel, &args, items)
 }

@@ -40,9 +40,9 @@ impl Samples {
         (self.from as u128 + 1) * (self.to as u128 + 1) < 1 << 29
     }
 
-    /// As kernels have it.
-    pub(crate) fn words(&self) -> [i64; 5] {
-        [self.from as i64, self.to as i64, self.scale, self.shift, self.unit]
+    /// As kernels have it, with the whole elements of a step from one place to the next.
+    pub(crate) fn words(&self) -> [i64; 6] {
+        [self.from as i64, self.to as i64, self.scale, self.shift, self.unit, self.scale / self.unit]
     }
 
     /// The elements before and after the place of element o, and the second one's share.
