@@ -2,6 +2,7 @@
 //! Where no GPU is, OpenCL processors run them: each test starts itself again with `CLAYSTONE_KERNELS=gpu`. The same of
 //! elementwise kernels is asked of processors' own.
 
+use claystone::device::count_launches;
 use claystone::{DType, Device, Interpolation, Tensor};
 
 use crate::common::gpus::{assert_same, cases, everywhere, gpus, upload};
@@ -276,6 +277,31 @@ fn images_of_other_sizes() {
                     let want = view(&x).interpolate(&sizes, how).unwrap();
                     let got = view(&x.to_device(device).unwrap()).interpolate(&sizes, how).unwrap();
                     assert!(got.to_device(Device::Cpu).unwrap().equal(&want).unwrap(), "{sizes:?} {how:?} of {dtype}");
+                }
+            }
+        }
+    }
+}
+
+/// Vectors that end rows, matrices and the whole, in every size of elements; one launch.
+#[test]
+fn triangles() {
+    for device in gpus("kernels::triangles") {
+        for dtype in [DType::F32, DType::F16, DType::U8, DType::I64] {
+            for (shape, at) in
+                [([1, 1, 1], 0), ([3, 5, 3], 1), ([2, 7, 31], 0), ([2, 16, 32], 16), ([3, 65, 5], 3), ([1, 2, 700], 4)]
+            {
+                let n: usize = shape.iter().product();
+                let all: Vec<f64> = (0..n + at).map(|i| (1 + i % 250) as f64).collect();
+                let x =
+                    |device| upload(&all, &[n + at], dtype, device).narrow(0, at, n).unwrap().reshape(shape).unwrap();
+                let (on_host, on_device) = (x(Device::Cpu), x(device));
+                for k in [-600, -3, -1, 0, 2, 4, 600, isize::MIN, isize::MAX] {
+                    let what = format!("{k} of {shape:?} {dtype}");
+                    let (lower, launches) = count_launches(|| on_device.tril(k).unwrap());
+                    assert_eq!(launches, 1, "{what}");
+                    assert_same(&values(&lower), &values(&on_host.tril(k).unwrap()), 0.0, &what);
+                    assert_same(&values(&on_device.triu(k).unwrap()), &values(&on_host.triu(k).unwrap()), 0.0, &what);
                 }
             }
         }

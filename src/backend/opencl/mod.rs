@@ -30,6 +30,7 @@ pub(crate) mod sequence;
 pub(crate) mod softmax;
 pub(crate) mod sort;
 pub(crate) mod source;
+pub(crate) mod triangle;
 pub(crate) mod tuning;
 pub(crate) mod user_kernel;
 pub(crate) mod window;
@@ -59,6 +60,8 @@ impl Backend for OpenCl {
         map(formulas: &Formulas) -> Result<()> = map::run(formulas);
         sequence(values: Sequence, out: &Tensor) -> Result<bool> = sequence::run(values, out);
         join(out: &Tensor, tensors: &[&Tensor], _d: usize) -> Result<bool> = join::join(out, tensors);
+        zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> =
+            triangle::zeroed(x, from, to).map(written).map(Some);
         gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = gemm::run(product, shape, outs);
         reduce(reduction: &Reduction) -> Result<()> = reduce::run(reduction);
         scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
