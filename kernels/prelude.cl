@@ -210,6 +210,7 @@ static inline uint4 philox_block(ulong key, ulong stream, ulong block)
 {
     uint4 x = (uint4)((uint)block, (uint)(block >> 32), (uint)stream, (uint)(stream >> 32));
     uint k0 = (uint)key, k1 = (uint)(key >> 32);
+    #pragma unroll
     for (int round = 0; round < 10; round++) {
         uint a_lo = 0xD2511F53u * x.x, a_hi = mul_hi(0xD2511F53u, x.x);
         uint b_lo = 0xCD9E8D57u * x.z, b_hi = mul_hi(0xCD9E8D57u, x.z);

@@ -307,3 +307,22 @@ fn triangles() {
         }
     }
 }
+
+/// Neighbours share blocks of random words: the bits that the CPU draws, at the ends of vectors and from views on.
+#[test]
+fn random_numbers() {
+    for device in gpus("kernels::random_numbers") {
+        for dtype in DType::ALL.into_iter().filter(|t| t.is_float() && *t != DType::F64) {
+            for (n, at) in SIZES.into_iter().flat_map(|n| [(n, 0), (n, 3), (n, 8)]) {
+                let drawn = |device| {
+                    claystone::manual_seed(7);
+                    let out = Tensor::zeros([n + at], (dtype, device)).unwrap();
+                    let part = out.narrow(0, at, n).unwrap();
+                    part.normal_(0.0, 1.0).unwrap();
+                    [out.to_dtype(DType::F32).unwrap(), Tensor::rand([n], (dtype, device)).unwrap()].map(|t| values(&t))
+                };
+                assert_eq!(drawn(device), drawn(Device::Cpu), "{n} of {dtype} at {at}");
+            }
+        }
+    }
+}

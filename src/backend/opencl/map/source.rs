@@ -329,7 +329,12 @@ impl Writer<'_> {
                 None => ["", ""],
             };
             (0..program.seeds()).for_each(|i| call.push(format!("key{i}{key}, stream{i}{stream}")));
-            call.push(if width > 1 { "e + k".into() } else { "e".into() });
+            call.push(match width {
+                1 => "e".into(),
+                // So that compilers see which neighbours' numbers come from one block.
+                _ if width.is_multiple_of(4) => "((ulong)(e / 4) + k / 4) << 2 | k % 4".into(),
+                _ => "e + k".into(),
+            });
         }
         if program.can_fault(compute) {
             call.push("fault".into());
