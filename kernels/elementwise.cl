@@ -4,7 +4,7 @@
 //   work-items; GPUs take several, a work-group apart, to have more loads in flight.
 // - VEC: `elements` does VEC neighbours, with one load and one store an operand; with TAIL `element` does what is left.
 // - TILE: TRANSPOSED operands are contiguous along another dim where the result's are contiguous along the innermost. Tiles of
-//   them go through local memory, so that both sides are read and written in whole lines; on processors, where a line of
+//   TILE elements of the one by ACROSS of the other go through local memory, so that both sides are read and written in whole lines; on processors, where a line of
 //   LINE elements is a side of the tile, they are private memory, which is in the cache.
 
 #ifdef TILE
@@ -33,10 +33,10 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PAR
     // The next tile is the next one of what is read.
     const INDEX row = group % down * TILE, column = group / down % across * TILE;
 #else
-    const INDEX column = group % across * TILE, row = group / across % down * TILE;
+    const INDEX column = group % across * ACROSS, row = group / across % down * TILE;
 #endif
     POSITIONS(group / across / down)
-    const INDEX columns = min((INDEX)TILE, COLUMNS - column), rows = min((INDEX)TILE, ROWS - row);
+    const INDEX columns = min((INDEX)ACROSS, COLUMNS - column), rows = min((INDEX)TILE, ROWS - row);
 #ifdef LINE
     if (columns == TILE && rows == TILE) {
         #pragma unroll
@@ -55,9 +55,9 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PAR
         }
     }
 #else
-    // The rows of a tile have one element more than they need: columns are then spread over the banks of local memory.
+    // The columns of a tile have PAD elements more than they need, which spreads them over the banks of local memory.
     #pragma unroll
-    for (uint i = get_local_id(0); i < TILE * TILE; i += GROUP) {
+    for (uint i = get_local_id(0); i < TILE * ACROSS; i += GROUP) {
         const uint c = i / TILE, r = i % TILE;
         if (c < columns && r < rows) {
             FETCH
@@ -65,8 +65,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PAR
     }
     barrier(CLK_LOCAL_MEM_FENCE);
     #pragma unroll
-    for (uint i = get_local_id(0); i < TILE * TILE; i += GROUP) {
-        const uint r = i / TILE, c = i % TILE;
+    for (uint i = get_local_id(0); i < TILE * ACROSS; i += GROUP) {
+        const uint r = i / ACROSS, c = i % ACROSS;
         if (c < columns && r < rows) {
             ELEMENT
         }

@@ -123,6 +123,8 @@ fn transposed_through_tiles() {
                 (65, 66),
                 (129, 70),
                 (8, 200),
+                (9, 600),
+                (16, 300),
             ] {
                 let n = rows * columns;
                 let (xs, bs) = (numbers(3 * n + 1, 0, dtype), numbers(3 * n, 9, dtype));

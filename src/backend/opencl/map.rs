@@ -69,9 +69,10 @@ enum Form {
         /// Results that no cache holds are stored past it; likewise below.
         streamed: bool,
     },
-    /// Tiles of `side` x `side` over the innermost dim and this one; processors move whole lines of them.
+    /// Tiles of `side` elements of this dim by `across` of the innermost one; processors move whole lines of them.
     Tiled {
         side: usize,
+        across: usize,
         dim: usize,
         lines: Option<Lines>,
     },
@@ -169,9 +170,13 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
         match form {
             Form::Scalar { per_item } => per_item as u64,
             Form::Vector { width, streamed } => 1 << 8 | width as u64 | u64::from(streamed) << 24,
-            Form::Tiled { side, dim, lines } => {
+            Form::Tiled { side, across, dim, lines } => {
                 let streamed = lines.is_some_and(|lines| lines.streamed);
-                2 << 8 | side as u64 | (dim as u64) << 16 | u64::from(streamed) << 24 | (local as u64) << 32
+                2 << 8
+                    | u64::from(side.ilog2() | across.ilog2() << 4)
+                    | (dim as u64) << 16
+                    | u64::from(streamed) << 24
+                    | (local as u64) << 32
             }
         },
     ]);
@@ -182,9 +187,9 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
         kernel(device, key, "elementwise", || source::write(device, launch, &operands, form, local, rank, wide))?;
 
     let (counts, items): (SmallVec<[usize; 2]>, _) = match form {
-        Form::Tiled { side, dim, .. } => {
+        Form::Tiled { side, across, dim, .. } => {
             let (columns, rows) = (strided.dims[rank - 1], strided.dims[dim]);
-            let (across, down) = (columns.div_ceil(side), rows.div_ceil(side));
+            let (across, down) = (columns.div_ceil(across), rows.div_ceil(side));
             (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * local)
         }
         Form::Vector { width: each, .. } | Form::Scalar { per_item: each } => {
@@ -278,6 +283,13 @@ fn tiles(
             ([device.tuned_for(Knob::TransposeTile, class), 32].into_iter().find(fits)?, None)
         }
     };
+    // As many elements where the innermost dim is short.
+    let (side, across) = match strided.dims[last].next_power_of_two() {
+        short if lines.is_none() && short < side => {
+            ((side * side / short).min(strided.dims[dim].next_power_of_two().max(side)), short)
+        }
+        _ => (side, side),
+    };
     let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && transposed(k, dim)).collect();
     for (operand, tiled) in operands.iter_mut().zip(tiled) {
         operand.reach = if tiled { Reach::Tile } else { Reach::One };
@@ -285,7 +297,7 @@ fn tiles(
             operand.kind = OperandKind::Strided;
         }
     }
-    Some(Form::Tiled { side, dim, lines })
+    Some(Form::Tiled { side, across, dim, lines })
 }
 
 /// A host number as a kernel argument of the type computed in.

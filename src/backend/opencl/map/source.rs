@@ -79,16 +79,19 @@ pub(crate) fn write(
                 writer.function(w, "element", &dims, 1);
             }
         }
-        Form::Tiled { side, dim, lines } => {
+        Form::Tiled { side, across, dim, lines } => {
             let inner = rank - 1;
-            let _ = writeln!(w, "#define TILE {side}\n#define GROUP {local}");
+            // Columns start in banks of local memory of their own.
+            let pad = if lines.is_some() { 1 } else { (32 / across).max(1) };
+            let _ =
+                writeln!(w, "#define TILE {side}\n#define ACROSS {across}\n#define PAD {pad}\n#define GROUP {local}");
             let _ = writeln!(w, "#define COLUMNS (INDEX)layout.dims[{inner}]\n#define ROWS (INDEX)layout.dims[{dim}]");
             let batch: Vec<usize> = dims.iter().copied().filter(|&d| d != inner && d != dim).collect();
             let _ = writeln!(w, "#define POSITIONS(b) {}", writer.positions("b", &batch));
             let (mut transposed, mut fetch, mut fetch_line) = (String::new(), String::new(), String::new());
             for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used && o.reach == Reach::Tile) {
                 let space = if local > 1 { "__local " } else { "" };
-                let _ = write!(transposed, "{space}{}_t tile{k}[TILE][TILE + 1]; ", o.dtype);
+                let _ = write!(transposed, "{space}{}_t tile{k}[ACROSS][TILE + PAD]; ", o.dtype);
                 let line = format!("at{k} + (long)(column + c) * STRIDE({k}, {inner}) + row");
                 let _ = write!(fetch, "tile{k}[c][r] = p{k}[{line} + r]; ");
                 let _ = write!(fetch_line, "LOAD_LINE(p{k} + {line}, tile{k}[c]); ");
