@@ -5,7 +5,7 @@
 use claystone::device::count_launches;
 use claystone::{DType, Device, Interpolation, Tensor};
 
-use crate::common::gpus::{assert_same, cases, everywhere, gpus, upload};
+use crate::common::gpus::{assert_same, cases, everywhere, gpus, is_gpu, upload};
 use crate::common::values;
 
 /// Sizes around vectors of 2 to 16 elements and groups of 256.
@@ -264,13 +264,13 @@ fn rows_kept_in_registers_and_rows_read_again() {
     }
 }
 
-/// Rows of whole vectors, which work-items have each a vector of, and others, of views too: the bits that the CPU computes.
+/// Rows of whole vectors, which work-items have each a vector of, and others, of views too: what the CPU computes, bit by bit but for shares.
 #[test]
 fn images_of_other_sizes() {
     let linear = |align_corners| Interpolation::Linear { align_corners };
     let modes = [Interpolation::Nearest, Interpolation::NearestExact, linear(false), linear(true)];
     for device in gpus("kernels::images_of_other_sizes") {
-        for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (dtype, ulp) in [(DType::F32, 1.2e-7), (DType::F16, 9.8e-4), (DType::BF16, 7.8e-3)] {
             let x = Tensor::rand([2, 3, 9, 14], Device::Cpu).unwrap().to_dtype(dtype).unwrap();
             for (sizes, how) in
                 [[18, 24], [18, 28], [5, 8], [9, 13], [40, 16]].into_iter().flat_map(|s| modes.map(|m| (s, m)))
@@ -278,7 +278,10 @@ fn images_of_other_sizes() {
                 for view in [|x: &Tensor| x.narrow(3, 1, 12).unwrap(), |x: &Tensor| x.transpose(2, 3).unwrap()] {
                     let want = view(&x).interpolate(&sizes, how).unwrap();
                     let got = view(&x.to_device(device).unwrap()).interpolate(&sizes, how).unwrap();
-                    assert!(got.to_device(Device::Cpu).unwrap().equal(&want).unwrap(), "{sizes:?} {how:?} of {dtype}");
+                    // OpenCL lets GPUs compute the quotient that a share is with an error of 2.5 ulp.
+                    let exact = !is_gpu(device) || matches!(how, Interpolation::Nearest | Interpolation::NearestExact);
+                    let tolerance = if exact { 0.0 } else { 4.0 * ulp };
+                    assert_same(&values(&got), &values(&want), tolerance, &format!("{sizes:?} {how:?} of {dtype}"));
                 }
             }
         }
