@@ -1,5 +1,5 @@
 //! The convolutions of ResNet-50 and the depthwise ones of MobileNetV2, each distinct one, forward and with both gradients: `convolutions
-//! [--device D] [--only TEXT]`, a line of JSON each, the median of many calls in microseconds. `benches/convolutions_torch.py` sets
+//! [--device D] [--only TEXT]`, a line of JSON each: microseconds of a call, the median of seven runs of ten. `benches/convolutions_torch.py` sets
 //! PyTorch's beside them.
 
 use std::error::Error;

@@ -1,7 +1,7 @@
 // Attention of halves on tensor cores; comes after attention.cl and mma.cl. Each of WARPS warps has MT x 16 rows of the tile, and multiplies
 // them by tiles of OTHER rows, of which one is multiplied while the next is on its way to local memory. Scores stay in registers: the
-// fragments of a sum are, rounded to halves, those of the left matrix of the next product. Tiles lie in lines of DK or DV elements, 32 or
-// multiples of 64; COPY bytes are copied at once. With OUT_PAIRS results are stored two at a time.
+// accumulator of one product, rounded to halves, is the left operand of the next. Tiles have lines of DK or DV elements, 32 or multiples of
+// 64; COPY bytes are copied at once. With OUT_PAIRS results are stored two at a time.
 //
 // Lane l has rows l / 4 and l / 4 + 8 of 16, and columns l % 4 * 2 and the next one of each 8.
 
@@ -41,7 +41,7 @@ INLINE void fetch(uint to, const uint lines, const uint length, In x, ulong at, 
         copy_part(to + chunk_at(line + e * step, chunk, lines, length), (ulong)(x + from), COPY, inside ? bytes : 0);
     }
 }
-#define ASKED asm volatile("cp.async.commit_group;")
+#define COMMIT_COPIES asm volatile("cp.async.commit_group;")
 
 INLINE float of_neighbour(float x, const int distance)
 {
@@ -49,7 +49,7 @@ INLINE float of_neighbour(float x, const int distance)
     asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=f"(y) : "f"(x), "r"(distance));
     return y;
 }
-// Of the four lanes that have a row.
+// Reductions over the four lanes that share a row.
 INLINE float row_max(float x)
 {
     x = fmax(x, of_neighbour(x, 1));
@@ -61,7 +61,7 @@ INLINE float row_sum(float x)
     return x + of_neighbour(x, 2);
 }
 
-// Whether it is so in a lane of the warp.
+// Whether x is true in any lane of the warp.
 INLINE bool of_any_lane(bool x)
 {
     uint any;
@@ -86,10 +86,10 @@ INLINE uint halves(float low, float high)
 
 // MULTIPLY: s = rows of the tile at `own` times lines of the tile at `other`, both of `length` elements.
 // ADD_PRODUCT: sum += `weights`, which are rows of OTHER halves, times the tile at `other`, of lines of `length` elements.
-// Sums are there after DONE, and local memory is read no more.
+// After DONE the sums are complete and local memory may be overwritten.
 #ifdef SM_90A
-// Where 16 elements from d on of each line, or 16 lines from d on, begin in a tile of so many lines, in units of 16 bytes; and how lines of
-// 64 elements lie.
+// Descriptors of local memory for wgmma, of tiles with 128-byte swizzle: 16 elements of each line from d on (ALONG), or 16 lines from d on
+// (ACROSS); addresses are in units of 16 bytes.
 #define ALONG(tile, lines, d) ((ulong)(64u | 1u << 30) << 32 | ((tile) / 16 + (d) / 64 * (lines) * 8 + (d) % 64 / 8) | 1u << 16)
 #define ACROSS(tile, lines, d) ((ulong)(64u | 1u << 30) << 32 | ((tile) / 16 + (d) * 8) | (uint)(lines) * 8 << 16)
 #define MULTIPLY(s, own, other, length)                                                                                           \
@@ -136,13 +136,23 @@ INLINE uint halves(float low, float high)
 #define SHOW
 #endif
 
-// Puts products s[i][c][r], of COLUMN, under the mask: one that is not among the first `seen` keys is -inf, a number of the mask is added
-// in the same unit.
+// Applies the mask to products s[i][c][r] of queries and key COLUMN: keys after the first `seen` become -inf. WEIGHT is the weight of such a
+// product beside BASE_OF the log-sum-exp. An additive mask may have the least number of a dtype where it hides a key: products are scaled
+// before it is added, and stay finite, so that a row of which every key is hidden so has equal weights, as by the definition.
 #if MASK == 2
-#define UNDER_MASK(x, at) (SEEN((x) * scale, at) / scale)
+#define UNDER_MASK(x, at) finite(SEEN((x) * scale, at))
+#define WEIGHT(x, base) power_of_two(((x) - (base)) * LOG2_E)
+#define BASE_OF(log_sum) finite(log_sum)
+#define LOG_OF(x) (x)
+#define POWER 1
 #else
 #define UNDER_MASK SEEN
+#define WEIGHT(x, base) power_of_two(fma(x, power, -(base)))
+#define BASE_OF(log_sum) ((log_sum) * LOG2_E)
+#define LOG_OF(x) ((x) * scale)
+#define POWER (scale * LOG2_E)
 #endif
+INLINE float finite(float x) { return x < -1e38f && x != -INFINITY ? -1e38f : x; }
 #define HIDE(s, seen, mask_row, COLUMN)                                                                                           \
     EACH(i, MT) EACH(c, NT) EACH(r, 4) {                                                                                          \
         const uint column = COLUMN;                                                                                               \
@@ -200,7 +210,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     TILE_OF_QUERIES((uint)get_group_id(0))
     ROWS_SEE
     const ulong k0 = START(k), v0 = START(v);
-    const float power = scale * LOG2_E; // a weight is 2 to the power of `power` times a product
+    const float power = POWER;
 
     float sum[MT][DV / 8][4], top[MT][2], total[MT][2];
     CLEAR(sum, DV);
@@ -211,7 +221,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     fetch(own, OWN, DK, q, START(q), &q_by, first, rows, queries, width, t);
     fetch(k_tiles, OTHER, DK, k, k0, &k_by, 0, keys, ONE_HEAD, width, t);
     fetch(v_tiles, OTHER, DV, v, v0, &v_by, 0, keys, ONE_HEAD, value_width, t);
-    ASKED;
+    COMMIT_COPIES;
     for (uint j0 = 0, slot = 0; j0 < most; j0 += OTHER, slot ^= 1) {
         WAIT_BUT(0);
         SHOW;
@@ -219,7 +229,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         if (j0 + OTHER < most) {
             fetch(k_tiles + (slot ^ 1) * BYTES(OTHER, DK), OTHER, DK, k, k0, &k_by, j0 + OTHER, keys, ONE_HEAD, width, t);
             fetch(v_tiles + (slot ^ 1) * BYTES(OTHER, DV), OTHER, DV, v, v0, &v_by, j0 + OTHER, keys, ONE_HEAD, value_width, t);
-            ASKED;
+            COMMIT_COPIES;
         }
         float s[MT][NT][4];
         MULTIPLY(s, own, k_tiles + slot * BYTES(OTHER, DK), DK)
@@ -232,7 +242,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             float next = top[i][h];
             EACH(c, NT) next = fmax(next, fmax(s[i][c][2 * h], s[i][c][2 * h + 1]));
             next = row_max(next);
-            const float base = next == -INFINITY ? 0 : next * power, shrink = power_of_two(fma(top[i][h], power, -base));
+            const float base = next == -INFINITY ? 0 : next * power, shrink = WEIGHT(top[i][h], base);
             top[i][h] = next;
             total[i][h] *= shrink;
             if (of_any_lane(shrink != 1)) {
@@ -242,8 +252,8 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
                 }
             }
             EACH(c, NT) {
-                const float x = power_of_two(fma(s[i][c][2 * h], power, -base));
-                const float y = power_of_two(fma(s[i][c][2 * h + 1], power, -base));
+                const float x = WEIGHT(s[i][c][2 * h], base);
+                const float y = WEIGHT(s[i][c][2 * h + 1], base);
                 total[i][h] += x + y;
                 const uint row = first + m + 16 * i + ROW_OF(2 * h), column = j0 + 8 * c + COLUMN_OF(0);
                 weights[i][c][h] = halves(x * KEPT(row, column), y * KEPT(row, column + 1));
@@ -259,7 +269,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         EACH(i, MT) EACH(h, 2) {
             const uint r = first + m + 16 * i + ROW_OF(2 * h);
             if (r < rows)
-                lse[lse_at + (ulong)b * rows + r] = top[i][h] * scale + log(total[i][h]);
+                lse[lse_at + (ulong)b * rows + r] = LOG_OF(top[i][h]) + log(total[i][h]);
         }
     }
 }
@@ -280,12 +290,12 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     TILE_OF_QUERIES((uint)get_group_id(0))
     ROWS_SEE
     const ulong k0 = START(k), v0 = START(v);
-    const float power = scale * LOG2_E;
+    const float power = POWER;
 
     fetch(own, OWN, DK, q, START(q), &q_by, first, rows, queries, width, t);
     fetch(grads, OWN, DV, grad, START(grad), &grad_by, first, rows, queries, value_width, t);
     fetch(k_tiles, OWN, DV, out, START(out), &out_by, first, rows, queries, value_width, t);
-    ASKED;
+    COMMIT_COPIES;
     WAIT_BUT(0);
     SHOW;
     barrier(CLK_LOCAL_MEM_FENCE);
@@ -301,7 +311,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             share = fma(CAT(from_, A)((ushort)(x >> 16)), CAT(from_, A)((ushort)(y >> 16)), share);
         }
         less[i][h] = row_sum(share);
-        base[i][h] = BASE(r) * LOG2_E;
+        base[i][h] = BASE_OF(BASE(r));
         if (lane % 4 == 0 && r < rows)
             delta[delta_at + (ulong)b * rows + r] = less[i][h];
     }
@@ -311,7 +321,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     CLEAR(sum, DK);
     fetch(k_tiles, OTHER, DK, k, k0, &k_by, 0, keys, ONE_HEAD, width, t);
     fetch(v_tiles, OTHER, DV, v, v0, &v_by, 0, keys, ONE_HEAD, value_width, t);
-    ASKED;
+    COMMIT_COPIES;
     for (uint j0 = 0, slot = 0; j0 < most; j0 += OTHER, slot ^= 1) {
         WAIT_BUT(0);
         SHOW;
@@ -319,7 +329,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         if (j0 + OTHER < most) {
             fetch(k_tiles + (slot ^ 1) * BYTES(OTHER, DK), OTHER, DK, k, k0, &k_by, j0 + OTHER, keys, ONE_HEAD, width, t);
             fetch(v_tiles + (slot ^ 1) * BYTES(OTHER, DV), OTHER, DV, v, v0, &v_by, j0 + OTHER, keys, ONE_HEAD, value_width, t);
-            ASKED;
+            COMMIT_COPIES;
         }
         const uint k_tile = k_tiles + slot * BYTES(OTHER, DK), v_tile = v_tiles + slot * BYTES(OTHER, DV);
         float s[MT][NT][4], dp[MT][NT][4];
@@ -329,7 +339,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         DONE(OTHER, dp)
         if (j0 + OTHER > all_seen)
             HIDE(s, seen[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
-        EACH(i, MT) EACH(c, NT) EACH(r, 4) s[i][c][r] = power_of_two(fma(s[i][c][r], power, -base[i][r / 2]));
+        EACH(i, MT) EACH(c, NT) EACH(r, 4) s[i][c][r] = WEIGHT(s[i][c][r], base[i][r / 2]);
         uint weights[MT][NT][2];
         EACH(i, MT) EACH(h, 2) EACH(c, NT) {
             const uint row = first + m + 16 * i + ROW_OF(2 * h), column = j0 + 8 * c + COLUMN_OF(0);
@@ -357,7 +367,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     SIZES
     TILE_OF_KEYS
     const ulong q0 = START(q), grad0 = START(grad), mask0 = MASK ? START(mask) : 0;
-    const float power = scale * LOG2_E;
+    const float power = POWER;
 
     float sum_k[MT][DK / 8][4], sum_v[MT][DV / 8][4];
     CLEAR(sum_k, DK);
@@ -367,21 +377,21 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     fetch(values, OWN, DV, v, START(v), &v_by, first, keys, ONE_HEAD, value_width, t);
     fetch(q_tiles, OTHER, DK, q, q0, &q_by, r0, rows, queries, width, t);
     fetch(grad_tiles, OTHER, DV, grad, grad0, &grad_by, r0, rows, queries, value_width, t);
-    ASKED;
+    COMMIT_COPIES;
     if (t < OTHER) {
-        stats[0][0][t] = BASE(r0 + t) * LOG2_E;
+        stats[0][0][t] = BASE_OF(BASE(r0 + t));
         stats[0][1][t] = LESS(r0 + t);
     }
     for (uint slot = 0; r0 < rows; slot ^= 1) {
         const uint after = next_tile(&n, r0 + OTHER, first, OTHER);
-        const float base_after = t < OTHER ? BASE(after + t) * LOG2_E : 0, less_after = t < OTHER ? LESS(after + t) : 0;
+        const float base_after = t < OTHER ? BASE_OF(BASE(after + t)) : 0, less_after = t < OTHER ? LESS(after + t) : 0;
         WAIT_BUT(0);
         SHOW;
         barrier(CLK_LOCAL_MEM_FENCE);
         if (after < rows) {
             fetch(q_tiles + (slot ^ 1) * BYTES(OTHER, DK), OTHER, DK, q, q0, &q_by, after, rows, queries, width, t);
             fetch(grad_tiles + (slot ^ 1) * BYTES(OTHER, DV), OTHER, DV, grad, grad0, &grad_by, after, rows, queries, value_width, t);
-            ASKED;
+            COMMIT_COPIES;
         }
         const uint q_tile = q_tiles + slot * BYTES(OTHER, DK), grad_tile = grad_tiles + slot * BYTES(OTHER, DV);
         // The query that is first in its head, of all rows of the tile or of each.
@@ -405,8 +415,8 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             const float2 base = *(__local float2 *)&stats[slot][0][8 * c + COLUMN_OF(0)];
             EACH(i, MT) EACH(h, 2) {
                 const uint row = r0 + 8 * c + COLUMN_OF(0), column = first + m + 16 * i + ROW_OF(2 * h);
-                const float x = power_of_two(fma(s[i][c][2 * h], power, -base.x));
-                const float y = power_of_two(fma(s[i][c][2 * h + 1], power, -base.y));
+                const float x = WEIGHT(s[i][c][2 * h], base.x);
+                const float y = WEIGHT(s[i][c][2 * h + 1], base.y);
                 s[i][c][2 * h] = x;
                 s[i][c][2 * h + 1] = y;
                 weights[i][c][h] = halves(x * KEPT(row, column), y * KEPT(row + 1, column));

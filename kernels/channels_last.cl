@@ -1,8 +1,8 @@
 // Channels-last copies of images, for products that read windows of them: the channels of each group in one piece, filled up with
 // zeros to whole pieces of 16 bytes, and zeros around the image.
 //
-// Written in front: V, bits of an element, EACH, how many have 16 bytes, and TILE, places that a work-group copies CHANNELS channels
-// of. It reads them along the rows of the image and writes them along the channels; with CONTIGUOUS, where channels are next to each
+// Written in front: V, an unsigned type as wide as an element; EACH, elements in 16 bytes; a work-group copies CHANNELS channels of TILE
+// pixels. It reads them along the rows of the image and writes them along the channels; with CONTIGUOUS, where channels are next to each
 // other, it reads them along these.
 
 typedef struct {

@@ -1,4 +1,5 @@
-// Cross-entropy of labels on GPUs, the loss and the gradient in one launch. The host gives: A (dtype), B (the losses'), T (the
+// Cross-entropy of labels on GPUs, the loss and the gradient in one launch, or in up to three where few long
+// rows are cut in slices. The host gives: A (dtype), B (the losses'), T (the
 // labels'), ACC and ACC_NAME, IDX, WITH_GRAD where the gradient is wanted, GROUP, and what row_blocks.cl asks for, which comes ahead; WHOLE
 // where a block is a whole row. With LAST_GROUP_SUMS the work-group that comes last combines the losses of all. Few long rows
 // are cut in `slices` of `chunk` elements: of each a group with SLICES leaves its largest and its sum, which the lanes of a row take up

@@ -4,7 +4,7 @@
 // where it is no gradient, and has no part in another's, so there are no atomics and the bits are the same on every run. DENSE: the
 // elements of a row of what is read are neighbours, too.
 
-// Element o of `to` lies at (scale * o + shift) / unit among `from`, not below 0. A step is `whole` units and a rest.
+// Element o of `to` is at (scale * o + shift) / unit among `from`, not below 0. A step is `whole` units and a rest.
 typedef struct {
     long from, to, scale, shift, unit, whole;
 } Places;

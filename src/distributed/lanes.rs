@@ -51,7 +51,7 @@ impl<'a> Running<'a> {
         }
     }
 
-    /// Copies what there is: whether that was any.
+    /// Copies whatever can be sent or received now, and returns whether anything moved.
     pub(super) fn step(&mut self, rings: &Rings, context: u32, plan: &Plan) -> bool {
         let Some(phase) = self.lane.phase(plan) else { return false };
         self.progress.resize_with(phase.receives.len() + phase.sends.len(), Progress::default);

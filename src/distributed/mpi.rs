@@ -32,10 +32,10 @@ const SHARED_MEMORY: &str = "CLAYSTONE_DISTRIBUTED_SHARED_MEMORY";
 /// The tag of the message that a rank leaves; groups' contexts come after it.
 const LEAVES: i32 = 0;
 
-/// How long threads of a rank ask again and again, before one alone does and looks for ranks that have left.
+/// How long all threads of a rank poll, before only one polls and looks for ranks that have left.
 const PATIENCE: Duration = Duration::from_micros(200);
 
-/// How long that one goes on, where it has a core to itself, before it sleeps between: with one core others need it to come.
+/// How long that thread polls before it sleeps between polls, where a rank has several cores: on one core the other ranks need it.
 const LONG_PATIENCE: Duration = Duration::from_millis(2);
 
 /// Threads of a rank that exchange with others at a time, at most: few enough that every rank of a machine with several GPUs has them.
@@ -170,8 +170,8 @@ impl Mpi {
     /// Waits a moment for ranks, and looks now and then whether that makes sense. `moved` says whether anything has come since the
     /// last time, `pending` what ranks it still waits for.
     fn wait(&mut self, call: Call, waiting: &mut Waiting, moved: bool, pending: impl Fn() -> Vec<usize>) {
-        // What a rank sent before it left has come by now.
-        if let Some(Fault { rank, reason }) = waiting.fault.take().filter(|f| pending().contains(&f.rank)) {
+        // What a rank sent before it left has been read once nothing moves any more.
+        if let Some(Fault { rank, reason }) = waiting.fault.take().filter(|f| !moved && pending().contains(&f.rank)) {
             self.end(&format!("{}: rank {rank} {reason}", call.op));
         }
         if moved {
@@ -402,7 +402,7 @@ impl Lanes for Mpi {
             lanes.into_iter().enumerate().map(|(i, lane)| Mutex::new(Running::new(lane, i))).collect();
         let mut waiting = Waiting::begin();
         loop {
-            if waiting.is_fresh() {
+            if waiting.is_fresh() || waiting.fault.is_some() {
                 parallel::for_each_in_order(lanes.len(), 1, |i| {
                     locked(&lanes[i]).go_on(rings, call.context, plan, PATIENCE);
                 });

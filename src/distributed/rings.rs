@@ -80,7 +80,7 @@ impl Rings {
         written != before
     }
 
-    /// Reads what is there of a message from another rank: whether that was any.
+    /// Reads the part of a message that has arrived, and returns whether any had.
     ///
     /// # Errors
     /// What the other rank sends instead: another number of bytes, or the message of another group.

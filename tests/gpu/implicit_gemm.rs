@@ -32,8 +32,8 @@ impl Case {
         Case { groups, ..self }
     }
 
-    /// The result and the gradients of images, weight and bias; images lie channels-last, or rows of larger ones mirrored.
-    fn made(&self, dtype: DType, last: bool, turned: bool, device: Device) -> Result<Vec<Vec<f64>>> {
+    /// The result and the gradients of images, weight and bias; images are channels-last, or views of larger ones with reversed rows.
+    fn made(&self, dtype: DType, last: bool, transposed: bool, device: Device) -> Result<Vec<Vec<f64>>> {
         let Case { n, groups, channels: [inner, outer], image: [h, w], kernel: [kh, kw], stride, padding, dilation } =
             *self;
         // Small whole numbers: their sums are exact.
@@ -43,11 +43,11 @@ impl Case {
             upload(&numbers, shape, dtype, device).requires_grad_(true)
         };
         let (c, o) = (groups * inner, groups * outer);
-        let (given, made) = if turned { (o, c) } else { (c, o) };
+        let (given, made) = if transposed { (o, c) } else { (c, o) };
         let whole = if last { put(&[n, h, w, given], 1)? } else { put(&[n, given, 2 * h, w], 1)? };
         let x = if last { whole.permute(&[0, 3, 1, 2])? } else { whole.slice(2, 1, None, 2)?.flip([3])? };
         let (weight, bias) = (put(&[o, inner, kh, kw], 2)?, put(&[made], 3)?);
-        let y = match turned {
+        let y = match transposed {
             false => {
                 x.conv2d(&weight, Some(&bias), ConvOptions { stride, padding: padding.into(), dilation, groups })?
             }
@@ -65,7 +65,7 @@ impl Case {
     }
 }
 
-const CASES: [Case; 18] = [
+const CASES: [Case; 21] = [
     case(2, [16, 24], [7, 9], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
     case(2, [64, 64], [8, 16], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
     case(1, [40, 136], [16, 16], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
@@ -84,26 +84,29 @@ const CASES: [Case; 18] = [
     case(2, [24, 72], [11, 13], [4, 5]).moves([2, 2], [1, 2], [1, 1]).groups(2),
     case(2, [16, 160], [10, 12], [3, 4]).moves([1, 2], [3, 0], [2, 3]),
     case(9, [8, 8], [1, 65], [1, 4]).moves([1, 1], [0, 3], [1, 1]),
+    case(2, [64, 64], [16, 10], [3, 3]).moves([2, 1], [1, 1], [1, 1]), // rows apart that are no whole vectors, of images that are
+    case(2, [124, 64], [12, 12], [1, 1]).moves([2, 2], [0, 0], [1, 1]), // channels that are filled up to a tile
+    case(2, [252, 128], [12, 12], [1, 1]).moves([2, 2], [0, 0], [1, 1]),
 ];
 
 #[test]
 fn channels_in_groups() {
     for device in everywhere("implicit_gemm::channels_in_groups") {
         for (i, case) in cases(&CASES, 7, device).iter().enumerate() {
-            for (dtype, last, turned) in [
+            for (dtype, last, transposed) in [
                 (DType::F16, false, false),
                 (DType::F16, true, true),
                 (DType::BF16, true, false),
                 (DType::F32, false, false),
                 (DType::F32, true, true),
             ] {
-                let got = case.made(dtype, last, turned, device).unwrap();
-                let exact = case.made(DType::F32, last, turned, Device::Cpu).unwrap();
+                let got = case.made(dtype, last, transposed, device).unwrap();
+                let exact = case.made(DType::F32, last, transposed, Device::Cpu).unwrap();
                 // Where columns are added up in bf16, large sums are rounded more than once.
                 let tolerance = if dtype == DType::BF16 && !is_gpu(device) { 1.0 / 128.0 } else { 1e-6 };
                 for (what, (got, exact)) in ["y", "x", "weight", "bias"].into_iter().zip(got.iter().zip(&exact)) {
                     let want = values(&upload(exact, &[exact.len()], dtype, Device::Cpu));
-                    let what = format!("{what} of case {i}, {dtype}, {last}, {turned}, {device:?}");
+                    let what = format!("{what} of case {i}, {dtype}, {last}, {transposed}, {device:?}");
                     assert_same(got, &want, tolerance, &what);
                 }
             }

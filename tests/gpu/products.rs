@@ -44,7 +44,7 @@ fn check(device: Device, dtype: DType, [batch, m, n, k]: [usize; 4], transposed:
     let (y, launches) = count_launches(|| a.matmul(&b).unwrap());
     assert_same(&values(&y), &want, 0.0, &what);
     assert!(launches <= 1, "{launches} launches for {what}");
-    // The same product turned round: few columns.
+    // The transposed product, which has few columns.
     let y = b.transpose(1, 2).unwrap().matmul(&a.transpose(1, 2).unwrap()).unwrap();
     assert_same(&values(&y.transpose(1, 2).unwrap()), &want, 0.0, &format!("{what}, turned round"));
 }

@@ -1,4 +1,5 @@
-//! Attention in one kernel, and its gradients in two: `kernels/attention.cl`.
+//! Attention in one kernel, and its gradients in two: `kernels/attention.cl`, then `attention_tiles.cl`, or `attention_mma.cl` where tensor
+//! cores multiply.
 
 use std::sync::Arc;
 
@@ -142,7 +143,7 @@ impl<'a> Launches<'a> {
     fn new(device: &'static ClDevice, a: &'a FusedAttention<'a>, operands: &'a [&'a Tensor]) -> Launches<'a> {
         let batch = StridedDims::new(&a.batch(), operands.iter().map(|t| &t.strides()[..t.rank() - 3]));
         let backward = operands.len() > 5;
-        // Those that are staged in local memory: tensor cores' kernels have the result there too.
+        // The tensors that are copied to local memory; the kernels for tensor cores also copy the result.
         let of_gradient = backward.then(|| &operands[5]);
         let staged: SmallVec<[&Tensor; 5]> = operands[..3].iter().chain(of_gradient).copied().collect();
         let all: SmallVec<[&Tensor; 5]> = staged.iter().copied().chain(backward.then(|| operands[4])).collect();
@@ -177,7 +178,8 @@ impl<'a> Launches<'a> {
         }
     }
 
-    /// The kernel with the best tile that it can be launched with: how many registers it takes is the compiler's to say.
+    /// The kernel with the best tile that it can be launched with: the compiler decides how many registers a kernel takes, which
+    /// limits its work-groups.
     fn kernel(&self, entry: Entry) -> Result<(Tile, Arc<ClKernel>)> {
         let mut made = None;
         for tile in self.tiles(entry) {

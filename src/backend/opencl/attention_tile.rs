@@ -62,12 +62,15 @@ pub(crate) fn many_halves(device: &ClDevice, a: &FusedAttention) -> bool {
 }
 
 /// Bytes of these tensors' rows that are copied at once where tensor cores multiply; none where others have to: where rows are not contiguous
-/// or begin anywhere, heads are too wide, or the scale is not positive, so that the greatest product has not the greatest weight.
+/// or begin anywhere, heads are too wide, or the scale is not positive in f32, so that the greatest product has not the greatest weight.
 pub(crate) fn copied_at_once(device: &ClDevice, a: &FusedAttention, tensors: &[&Tensor]) -> Option<usize> {
     let [.., width, value_width] = a.sizes();
     let last = |t: &Tensor| t.rank() - 1;
     let in_rows = tensors.iter().all(|t| t.strides()[last(t)] == 1 || t.shape().dims()[last(t)] == 1);
-    let taken = many_halves(device, a) && in_rows && width.max(value_width) <= WIDEST_MMA && a.scale > 0.0;
+    let taken = many_halves(device, a)
+        && in_rows
+        && width.max(value_width) <= WIDEST_MMA
+        && a.scale as f32 >= f32::MIN_POSITIVE;
     let aligned = |copy: usize| {
         let mut starts = tensors.iter().flat_map(|t| row_starts(t).map(|start| start.unsigned_abs() * t.dtype.size()));
         starts.all(|bytes| bytes.is_multiple_of(copy))

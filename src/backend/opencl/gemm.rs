@@ -7,7 +7,7 @@ pub(crate) mod tests;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::gemm::source::{Extent, source};
-use crate::backend::opencl::gemm_mma::{Found, Mma, Parts};
+use crate::backend::opencl::gemm_mma::{Found, Mma, Parts, WindowsAs};
 use crate::backend::opencl::gemm_panel::Panel;
 use crate::backend::opencl::gemm_thin::Thin;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
@@ -363,6 +363,8 @@ fn vectors(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, Va
 /// they are not contiguous.
 fn wide(variant: Variant, plan: &GemmPlan, outs: &[&Tensor]) -> usize {
     let most = match variant {
+        // Neighbours among their columns are not always neighbours in memory, or are filler.
+        Variant::Mma(mma) if matches!(mma.windows, Some(WindowsAs::ColumnsApart | WindowsAs::Rows)) => return 1,
         Variant::Mma(_) => 8,
         Variant::Tiled { .. } => NEIGHBOURS,
         _ => return 1,

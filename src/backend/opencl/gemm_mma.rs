@@ -52,7 +52,8 @@ const HALF: [Tile; 6] = [
     mma_tile(128, 128, 32, (2, 2), 4),
     mma_tile(64, 64, 64, (2, 2), 4),
 ];
-/// Of windows, where half of 128 rows or more would be empty: of halves, two of whose first groups fit on a unit, and of f32.
+/// Tiles for convolutions with at most 64 output channels, for halves and for f32. Two work-groups of the first one for halves fit on a
+/// multiprocessor.
 const FEW_ROWS: [&[Tile]; 2] = [
     &[few_rows(128, 64, 4), few_rows(256, 64, 4), mma_tile(64, 64, 64, (2, 2), 4)],
     &[few_rows(128, 32, 3), few_rows(64, 32, 4), mma_tile(64, 64, 16, (2, 2), 4)],
@@ -73,11 +74,11 @@ pub(crate) struct Mma {
     tile: Tile,
     a: Side,
     b: Side,
-    /// Where the right matrix is read where windows have its elements.
+    /// How windows form the right matrix; none for an ordinary matrix.
     pub(crate) windows: Option<WindowsAs>,
 }
 
-/// What windows are of a right matrix: see `kernels/windows_mma.cl`.
+/// Whether windows are the columns or the rows of the right matrix: see `kernels/windows_mma.cl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WindowsAs {
     /// Columns, whose results follow one another in an image, or have strides.
@@ -156,7 +157,7 @@ impl Mma {
         made.with_tile(tiles, plan, units, cores())
     }
 
-    /// The kernel whose right matrix is windows, and whose left matrix lies as that does. Lines are whole pieces of 16 bytes.
+    /// The kernel whose right matrix is windows; the left matrix has the same order in memory, and lines of both are multiples of 16 bytes.
     pub(crate) fn of_windows(
         plan: &GemmPlan,
         dtype: DType,

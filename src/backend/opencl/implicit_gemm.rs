@@ -33,16 +33,16 @@ pub(crate) const NUMBERS: usize = 12;
 
 /// Bytes that are copied at once: channels are filled up to as many.
 const PIECE: usize = 16;
-/// Work-items of a group that copies, channels of its tile, and places, of which there may be few.
+/// Work-items of a group that copies, channels of its tile, and pixels of its tile: fewer for small images.
 const GROUP: usize = 256;
 const CHANNELS: usize = 64;
-const PLACES: [usize; 2] = [64, 16];
+const PIXELS: [usize; 2] = [64, 16];
 
-/// The most that filling channels up may make of them, as a multiple; beyond that columns are smaller.
+/// Filling up may multiply the number of channels by at most this; beyond it, columns take less memory.
 const FILLED: usize = 3;
 
-/// Images of windows a stride apart are made of columns where there are more phases than this, two launches each, or the windows have
-/// fewer taps for each of them: columns are hardly larger than images there.
+/// The image gradient of a strided convolution uses columns above this many phases, each of which takes up to two launches, or with fewer
+/// taps a phase than `TAPS`: columns are hardly larger than the images then.
 const PHASES: usize = 4;
 const TAPS: usize = 2;
 
@@ -79,7 +79,7 @@ struct ChannelsLast {
     place: usize,
 }
 
-/// Where windows lie in images that have their padding.
+/// Distances between windows and between taps in padded images.
 #[derive(Clone, Copy)]
 struct Steps {
     kernel: [usize; 2],
@@ -98,7 +98,7 @@ struct Phase {
     tap: usize,
     apart: usize,
     taps: usize,
-    /// The window that has the last of the taps at the first of them, and from there to the window that has the tap before.
+    /// The window whose last tap reads the first element, and the distance from there to the window whose tap before does.
     start: isize,
     step: usize,
 }
@@ -192,7 +192,7 @@ fn copy(t: &Tensor, found: Found, before: [isize; 2], size: [usize; 2], out: &Te
     let (piece, filled) = (PIECE / bytes, each.next_multiple_of(PIECE / bytes));
     let (places, contiguous) = (size[0] * size[1], found.strides[2] == 1 && each > 1);
     let channels = filled.next_power_of_two().min(CHANNELS);
-    let tile = if places < PLACES[0] { PLACES[1] } else { PLACES[0] };
+    let tile = if places < PIXELS[0] { PIXELS[1] } else { PIXELS[0] };
     // A work-item has something to read at least.
     let tile = tile.max(GROUP / channels);
     let params = [bytes, channels, tile, contiguous as usize].map(|n| n as u64);
@@ -324,7 +324,7 @@ fn multiply(
     }
     let tensors: SmallVec<[&Tensor; 4]> = [matrices, &images.tensor, out].into_iter().chain(bias).collect();
     let apart = [of_image, down, right];
-    // What is so much further has been gone by already: the places of an image.
+    // Going over all pixels of an image has already moved by height * width: only the rest is added.
     let after = if mma.windows == Some(WindowsAs::Columns) { [of_image - height * width, 0, 0] } else { apart };
     launch(mma, plan, &tensors, images, steps, after)
 }

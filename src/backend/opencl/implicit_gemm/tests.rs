@@ -71,18 +71,18 @@ impl Case {
         Case { options: ConvOptions { stride, padding: padding.into(), dilation, groups }, ..self }
     }
 
-    /// The result, and the gradients of images, weight and bias; channels last as the images lie, or not.
-    fn run(&self, device: Device, dtype: DType, last: bool, turned: bool) -> [Vec<f64>; 4] {
+    /// The result, and the gradients of images, weight and bias; with channels-last images or contiguous ones.
+    fn run(&self, device: Device, dtype: DType, last: bool, transposed: bool) -> [Vec<f64>; 4] {
         let Case { n, channels: [c, o], image: [h, w], kernel: [kh, kw], options } = *self;
         let images = match last {
             true => whole(&[n, h, w, c], 1, dtype, device).permute(&[0, 3, 1, 2]).unwrap(),
             false => whole(&[n, c, h, w], 1, dtype, device),
         };
         let x = images.requires_grad_(true).unwrap();
-        let (first, second) = if turned { (c, o / options.groups) } else { (o, c / options.groups) };
+        let (first, second) = if transposed { (c, o / options.groups) } else { (o, c / options.groups) };
         let weight = whole(&[first, second, kh, kw], 2, dtype, device).requires_grad_(true).unwrap();
         let bias = whole(&[o], 3, dtype, device).requires_grad_(true).unwrap();
-        let y = match turned {
+        let y = match transposed {
             false => x.conv2d(&weight, Some(&bias), options),
             true => {
                 let ConvOptions { stride, padding, dilation, groups } = options;
@@ -132,15 +132,18 @@ fn convolutions_and_their_gradients() {
     ];
     let device = Device::OpenCL(0);
     for (i, case) in cases.iter().enumerate() {
-        for (dtype, last, turned) in [(DType::F16, false, false), (DType::BF16, true, false), (DType::F32, false, true)]
+        for (dtype, last, transposed) in
+            [(DType::F16, false, false), (DType::BF16, true, false), (DType::F32, false, true)]
         {
-            if turned && case.options.groups * 8 > case.channels[1] {
+            if transposed && case.options.groups * 8 > case.channels[1] {
                 continue;
             }
-            let (want, got) =
-                (case.run(Device::Cpu, dtype, last, turned), pretending(|| case.run(device, dtype, last, turned)));
+            let (want, got) = (
+                case.run(Device::Cpu, dtype, last, transposed),
+                pretending(|| case.run(device, dtype, last, transposed)),
+            );
             for (k, name) in ["result", "images", "weight", "bias"].iter().enumerate() {
-                assert_eq!(got[k], want[k], "case {i}, {dtype}, channels last {last}, transposed {turned}: {name}");
+                assert_eq!(got[k], want[k], "case {i}, {dtype}, channels last {last}, transposed {transposed}: {name}");
             }
         }
     }
@@ -154,8 +157,8 @@ fn copies_are_channels_last() {
     }
     for (dtype, groups, each) in [(DType::F16, 1, 70), (DType::BF16, 2, 9), (DType::F32, 3, 4), (DType::F32, 1, 130)] {
         let x = whole(&[2, groups * each, 5, 14], 5, dtype, Device::OpenCL(0));
-        let turned = x.permute(&[3, 0, 2, 1]).unwrap().contiguous().unwrap().permute(&[1, 3, 2, 0]).unwrap();
-        for x in [&x, &x.narrow(3, 1, 9).unwrap(), &turned, &x.flip(&[2]).unwrap()] {
+        let transposed = x.permute(&[3, 0, 2, 1]).unwrap().contiguous().unwrap().permute(&[1, 3, 2, 0]).unwrap();
+        for x in [&x, &x.narrow(3, 1, 9).unwrap(), &transposed, &x.flip(&[2]).unwrap()] {
             let [n, _, h, w] = four(x);
             for (before, size) in [([0, 0], [h, w]), ([2, 1], [h + 3, w + 5]), ([-1, -2], [h, w])] {
                 let ChannelsLast { tensor, channels, .. } =
