@@ -287,12 +287,13 @@ fn tell(to: &mut File, line: std::fmt::Arguments<'_>) {
 
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
 
-/// Ends the process when an injection takes longer than anything here can.
+/// Ends the process when an injection takes longer than anything here can: PoCL needs five seconds for the longest kernel, and several
+/// times as long where other programs run.
 fn watch() {
     thread::spawn(|| {
         loop {
             let before = PROGRESS.load(Relaxed);
-            thread::sleep(Duration::from_secs(30));
+            thread::sleep(Duration::from_secs(90));
             if PROGRESS.load(Relaxed) == before {
                 println!("hangs");
                 std::process::abort();
