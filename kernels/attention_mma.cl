@@ -199,6 +199,19 @@ INLINE void store_two(Out out, ulong to, long step, uint columns, float x, float
 #define LANES const uint t = get_local_id(0), lane = t % 32, m = t / 32 * (MT * 16);
 #define RANDOM float scale, float dropped, float rescale, ulong key, ulong stream
 
+// Waits until the tile that was asked for is in local memory, and all work-items have done with the one before.
+#define NEXT_TILE                                                                                                                 \
+    WAIT_BUT(0);                                                                                                                  \
+    SHOW;                                                                                                                         \
+    barrier(CLK_LOCAL_MEM_FENCE);
+// Asks for the tiles of keys and values from key `j` on.
+#define FETCH_KEYS(slot, j)                                                                                                       \
+    {                                                                                                                             \
+        fetch(k_tiles + (slot) * BYTES(OTHER, DK), OTHER, DK, k, k0, &k_by, j, keys, ONE_HEAD, width, t);                         \
+        fetch(v_tiles + (slot) * BYTES(OTHER, DV), OTHER, DV, v, v0, &v_by, j, keys, ONE_HEAD, value_width, t);                   \
+        COMMIT_COPIES;                                                                                                            \
+    }
+
 #ifdef FORWARD
 KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPERAND(Out, out), Rows lse, ulong lse_at,
        const Sizes n, RANDOM)
@@ -219,18 +232,11 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         total[i][h] = 0;
     }
     fetch(own, OWN, DK, q, START(q), &q_by, first, rows, queries, width, t);
-    fetch(k_tiles, OTHER, DK, k, k0, &k_by, 0, keys, ONE_HEAD, width, t);
-    fetch(v_tiles, OTHER, DV, v, v0, &v_by, 0, keys, ONE_HEAD, value_width, t);
-    COMMIT_COPIES;
+    FETCH_KEYS(0, 0)
     for (uint j0 = 0, slot = 0; j0 < most; j0 += OTHER, slot ^= 1) {
-        WAIT_BUT(0);
-        SHOW;
-        barrier(CLK_LOCAL_MEM_FENCE);
-        if (j0 + OTHER < most) {
-            fetch(k_tiles + (slot ^ 1) * BYTES(OTHER, DK), OTHER, DK, k, k0, &k_by, j0 + OTHER, keys, ONE_HEAD, width, t);
-            fetch(v_tiles + (slot ^ 1) * BYTES(OTHER, DV), OTHER, DV, v, v0, &v_by, j0 + OTHER, keys, ONE_HEAD, value_width, t);
-            COMMIT_COPIES;
-        }
+        NEXT_TILE
+        if (j0 + OTHER < most)
+            FETCH_KEYS(slot ^ 1, j0 + OTHER)
         float s[MT][NT][4];
         MULTIPLY(s, own, k_tiles + slot * BYTES(OTHER, DK), DK)
         DONE(OTHER, s)
@@ -319,18 +325,11 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
 
     float sum[MT][DK / 8][4];
     CLEAR(sum, DK);
-    fetch(k_tiles, OTHER, DK, k, k0, &k_by, 0, keys, ONE_HEAD, width, t);
-    fetch(v_tiles, OTHER, DV, v, v0, &v_by, 0, keys, ONE_HEAD, value_width, t);
-    COMMIT_COPIES;
+    FETCH_KEYS(0, 0)
     for (uint j0 = 0, slot = 0; j0 < most; j0 += OTHER, slot ^= 1) {
-        WAIT_BUT(0);
-        SHOW;
-        barrier(CLK_LOCAL_MEM_FENCE);
-        if (j0 + OTHER < most) {
-            fetch(k_tiles + (slot ^ 1) * BYTES(OTHER, DK), OTHER, DK, k, k0, &k_by, j0 + OTHER, keys, ONE_HEAD, width, t);
-            fetch(v_tiles + (slot ^ 1) * BYTES(OTHER, DV), OTHER, DV, v, v0, &v_by, j0 + OTHER, keys, ONE_HEAD, value_width, t);
-            COMMIT_COPIES;
-        }
+        NEXT_TILE
+        if (j0 + OTHER < most)
+            FETCH_KEYS(slot ^ 1, j0 + OTHER)
         const uint k_tile = k_tiles + slot * BYTES(OTHER, DK), v_tile = v_tiles + slot * BYTES(OTHER, DV);
         float s[MT][NT][4], dp[MT][NT][4];
         MULTIPLY(s, own, k_tile, DK)
@@ -385,9 +384,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     for (uint slot = 0; r0 < rows; slot ^= 1) {
         const uint after = next_tile(&n, r0 + OTHER, first, OTHER);
         const float base_after = t < OTHER ? BASE_OF(BASE(after + t)) : 0, less_after = t < OTHER ? LESS(after + t) : 0;
-        WAIT_BUT(0);
-        SHOW;
-        barrier(CLK_LOCAL_MEM_FENCE);
+        NEXT_TILE
         if (after < rows) {
             fetch(q_tiles + (slot ^ 1) * BYTES(OTHER, DK), OTHER, DK, q, q0, &q_by, after, rows, queries, width, t);
             fetch(grad_tiles + (slot ^ 1) * BYTES(OTHER, DV), OTHER, DV, grad, grad0, &grad_by, after, rows, queries, value_width, t);

@@ -11,7 +11,7 @@ typedef struct {
     int groups, channels, filled; // of a group: those of the image, and with zeros
     int unused;
     long from[5]; // strides of the image, in elements: images, groups, channels, rows, columns
-    long to[3];   // of the copy: images, groups, places
+    long to[3];   // of the copy: images, groups, pixels
 } sizes;
 
 #define GROUP 256
@@ -20,12 +20,12 @@ typedef struct {
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1)))
 void channels_last(const __global V* restrict from, const ulong first, __global uint4* restrict to, const ulong first_to, const sizes s)
 {
-    // Two elements apart from a power of two, so that a column of it lies in different banks.
+    // Two elements apart from a power of two, so that a column of it is in different banks.
     __local V tile[CHANNELS][TILE + 2];
-    const uint t = get_local_id(0), places = (uint)s.rows * s.cols;
-    const uint tiles = (places + TILE - 1) / TILE, blocks = ((uint)s.filled + CHANNELS - 1) / CHANNELS;
+    const uint t = get_local_id(0), pixels = (uint)s.rows * s.cols;
+    const uint tiles = (pixels + TILE - 1) / TILE, blocks = ((uint)s.filled + CHANNELS - 1) / CHANNELS;
     uint index = get_group_id(0);
-    const uint place = index % tiles * TILE;
+    const uint pixel = index % tiles * TILE;
     index /= tiles;
     const uint channel = index % blocks * CHANNELS;
     index /= blocks;
@@ -43,7 +43,7 @@ void channels_last(const __global V* restrict from, const ulong first, __global 
 #else
         const uint c = i / TILE, at = i % TILE;
 #endif
-        const int row = (int)((place + at) / s.cols) - s.before, col = (int)((place + at) % s.cols) - s.left;
+        const int row = (int)((pixel + at) / s.cols) - s.before, col = (int)((pixel + at) % s.cols) - s.left;
         const bool inside = channel + c < s.channels && (uint)row < s.image_rows && (uint)col < s.image_cols;
         got[e] = inside ? from[(channel + c) * s.from[2] + row * s.from[3] + col * s.from[4]] : 0;
         tile[c][at] = got[e];
@@ -54,8 +54,8 @@ void channels_last(const __global V* restrict from, const ulong first, __global 
         V v[EACH] __attribute__((aligned(16)));
         #pragma unroll
         for (uint u = 0; u < EACH; u++) v[u] = tile[piece * EACH + u][at];
-        if (place + at < places && channel + piece * EACH < s.filled) {
-            to[((place + at) * s.to[2] + channel) / EACH + piece] = *(uint4*)v;
+        if (pixel + at < pixels && channel + piece * EACH < s.filled) {
+            to[((pixel + at) * s.to[2] + channel) / EACH + piece] = *(uint4*)v;
         }
     }
 }

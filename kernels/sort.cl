@@ -86,7 +86,7 @@ __kernel void sort_blocks(PARAMETERS) {
 // says where its elements go, so that equal digits stay in order. SCATTER sorts by one byte, and sends each run of a byte on.
 #define ITEMS (TILE / GROUP)
 #define DIGIT(key, bit) ((uint)((key) >> (bit)) & 15)
-// Padding: accesses whose addresses differ by a power of two would otherwise meet in one bank of local memory. Places lie in pairs.
+// Padding: accesses whose addresses differ by a power of two would otherwise meet in one bank of local memory. Positions are kept in pairs.
 #define PADDED(p) ((p) + ((p) >> 5))
 #define PLACE_AT(p) ((p) + ((p) >> 6) * 2)
 // Of digits d and d + 8, which one running sum adds up at once. A row has the counts of a digit, of work-item i at SWIZZLED(i): neither

@@ -115,7 +115,7 @@ impl Found {
         }
     }
 
-    /// The places of them that windows of a single element see.
+    /// The pixels of them that windows of a single element see.
     fn seen(mut self, w: &Windows) -> Found {
         for d in 0..2 {
             self.strides[3 + d] *= w.stride[d] as isize;
@@ -131,7 +131,7 @@ impl Found {
         Found { skip: 0, dims: [rows, groups, c, kh, kw], strides: [s[0], s[0] * rows as isize, s[1], s[2], s[3]] }
     }
 
-    /// The weight that the gradient of a phase of images is multiplied by: rows and channels change places, and taps go backwards.
+    /// The weight that the gradient of a phase of images is multiplied by: rows and channels are exchanged, and taps are reversed.
     fn reversed(self, phases: [Phase; 2]) -> Found {
         let Found { dims: [rows, groups, c, ..], strides: [row, group, channel, ..], mut skip } = self;
         let mut strides = [channel, group, row, 0, 0];
@@ -142,7 +142,7 @@ impl Found {
         Found { skip, dims: [c, groups, rows, phases[0].taps, phases[1].taps], strides }
     }
 
-    /// Whether products can read it where it lies: as it is, in pieces of 16 bytes.
+    /// Whether products can read it as it is: in pieces of 16 bytes.
     fn is_channels_last(&self, t: &Tensor) -> bool {
         let Found { skip, dims: [n, groups, each, rows, columns], strides: [image, group, channel, row, place] } =
             *self;
@@ -185,14 +185,14 @@ fn matrices(weight: &Tensor, found: Found) -> Result<Tensor> {
     Ok(tensor)
 }
 
-/// The launch of `kernels/channels_last.cl`; `to` are the strides of the copy: of images, groups and places.
+/// The launch of `kernels/channels_last.cl`; `to` are the strides of the copy: of images, groups and pixels.
 fn copy(t: &Tensor, found: Found, before: [isize; 2], size: [usize; 2], out: &Tensor, to: [usize; 3]) -> Result<()> {
     let (device, bytes) = (t.cl_device()?, t.dtype.size());
     let [n, groups, each, rows, columns] = found.dims;
     let (piece, filled) = (PIECE / bytes, each.next_multiple_of(PIECE / bytes));
-    let (places, contiguous) = (size[0] * size[1], found.strides[2] == 1 && each > 1);
+    let (pixels, contiguous) = (size[0] * size[1], found.strides[2] == 1 && each > 1);
     let channels = filled.next_power_of_two().min(CHANNELS);
-    let tile = if places < PIXELS[0] { PIXELS[1] } else { PIXELS[0] };
+    let tile = if pixels < PIXELS[0] { PIXELS[1] } else { PIXELS[0] };
     // A work-item has something to read at least.
     let tile = tile.max(GROUP / channels);
     let params = [bytes, channels, tile, contiguous as usize].map(|n| n as u64);
@@ -211,7 +211,7 @@ fn copy(t: &Tensor, found: Found, before: [isize; 2], size: [usize; 2], out: &Te
     let (from, into) = (t.device_view()?, out.device_view()?);
     let first = from.first_element().wrapping_add_signed(found.skip) as u64;
     let args = [from.buffer(), Arg::U64(first), into.buffer(), into.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
-    let items = places.div_ceil(tile) * filled.div_ceil(channels) * groups * n;
+    let items = pixels.div_ceil(tile) * filled.div_ceil(channels) * groups * n;
     device.launch(&kernel, &args, &[items * GROUP], &[GROUP])
 }
 
@@ -242,7 +242,7 @@ impl ImplicitGemm {
         }
         let outer = outer / groups;
         let [o, c] = [outer, inner].map(|channels| channels.next_multiple_of(PIECE / size));
-        // Places in the copies, in bytes, are counted in 32 bits.
+        // Offsets in the copies, in bytes, are counted in 32 bits.
         let along = |d: usize| w.image[d] + w.padding[d] + w.behind[d] + 2 * w.dilation[d] * w.kernel[d];
         let bytes = [n, groups, o.max(c), along(0), along(1), size].into_iter().try_fold(1, usize::checked_mul)?;
         if o > FILLED * outer || c > FILLED * inner || bytes >= 1 << 31 {
@@ -447,7 +447,7 @@ impl Convolution for ImplicitGemm {
         Ok(written(out))
     }
 
-    /// The sum over all places of an element of the windows' gradient times all of the window.
+    /// The sum over all pixels of an element of the windows' gradient times all of the window.
     fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
         let ([n, o, rows, columns], [_, c, ..], groups) = (four(y), four(x), self.groups);
