@@ -1,6 +1,6 @@
-"""The model of examples/char_transformer in PyTorch eager on CUDA: ms a training step.
+"""The model of examples/char_transformer in PyTorch on CUDA, eager or compiled: ms a training step.
 
-python3 benches/gpt_torch.py WIDTH LAYERS HEADS CONTEXT BATCH VOCABULARY f32|bf16 [STEPS]
+python3 benches/gpt_torch.py WIDTH LAYERS HEADS CONTEXT BATCH VOCABULARY f32|bf16 [STEPS [eager|compile]]
 """
 
 import sys
@@ -45,6 +45,8 @@ class Gpt(nn.Module):
 
 
 gpt = Gpt().cuda()
+if len(sys.argv) > 9 and sys.argv[9] == "compile":
+    gpt = torch.compile(gpt)
 optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-3)
 windows = torch.randint(0, V, (200_000,), device="cuda").unfold(0, C + 1, 1)
 
