@@ -66,7 +66,7 @@ impl Module for Block {
         // What is added up stays in f32, whatever the products are computed in.
         let plus = |x: &Tensor, y: Tensor| {
             let y = self.dropout.as_ref().map_or(Ok(y.shallow_clone()), |dropout| dropout.forward(&y))?;
-            x.add(&y.to_dtype(x.dtype())?)
+            x.add(&y)
         };
         let x = plus(x, self.proj.forward(&heads.packed_attention(self.heads, causal)?)?)?;
         plus(&x, self.out.forward(&self.fc.forward(&self.ln_2.forward(&x)?)?)?)

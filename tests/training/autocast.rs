@@ -1,7 +1,7 @@
 //! Mixed precision: what autocast lowers, what it widens, and the casts of weights that it keeps.
 
 use claystone::device::count_launches;
-use claystone::{DType, Device, Result, Tensor, autocast, autocast_dtype, no_grad};
+use claystone::{CrossEntropy, DType, Device, LossReduction, Result, Tensor, autocast, autocast_dtype, no_grad};
 
 use crate::common::each_device;
 
@@ -64,5 +64,34 @@ fn autocast_lowers_products_and_widens_sums() {
         });
         let error = autocast(DType::I64, || x.matmul(&weight)).unwrap_err().to_string();
         assert!(error.contains("autocast"), "{error}");
+    });
+}
+
+/// Losses of labels are in f32 without a copy of the logits in it, and they and the gradient are what the copy would give.
+#[test]
+fn losses_of_halves_are_in_f32() {
+    each_device(|d| {
+        let logits = Tensor::randn(&[37, 519], d).unwrap();
+        let labels = Tensor::from_vec((0..37i64).map(|i| i * 14).collect(), 37, d).unwrap();
+        for (half, reduction) in [(DType::BF16, LossReduction::Mean), (DType::F16, LossReduction::None)] {
+            let options = CrossEntropy { reduction, ..CrossEntropy::default() };
+            let loss = |x: &Tensor| x.cross_entropy_with(&labels, options).unwrap();
+            let gradient = |x: &Tensor, loss: &Tensor| {
+                loss.sum((), false).unwrap().backward().unwrap();
+                x.grad().unwrap().to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap()
+            };
+            let x = logits.to_dtype(half).unwrap().detach().requires_grad_(true).unwrap();
+            let (own, launches) = count_launches(|| autocast(half, || loss(&x)));
+            let (_, of_halves) = count_launches(|| loss(&x));
+            assert_eq!((own.dtype(), launches), (DType::F32, of_halves), "on {d}");
+            let own_gradient = gradient(&x, &own);
+            x.zero_grad();
+            let copied = loss(&x.to_dtype(DType::F32).unwrap());
+            assert_eq!(own.to_vec::<f32>().unwrap(), copied.to_vec::<f32>().unwrap(), "on {d}");
+            assert_eq!(own_gradient, gradient(&x, &copied), "on {d}");
+            // Losses that are weighted or smoothed are composed, of a copy.
+            let smoothed = CrossEntropy { label_smoothing: 0.1, ..options };
+            assert_eq!(autocast(half, || x.cross_entropy_with(&labels, smoothed)).unwrap().dtype(), DType::F32);
+        }
     });
 }

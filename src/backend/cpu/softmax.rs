@@ -14,7 +14,7 @@ use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossRed
 use crate::backend::problem::softmax::{Mask, RowOp, Softmax, SoftmaxRows};
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
-use crate::{Compute, Error, Result, Tensor};
+use crate::{Compute, DType, Error, Result, Tensor};
 
 /// Elements a job of the pool has: enough to hide what handing it over costs.
 const TASK_ELEMENTS: usize = 1 << 13;
@@ -274,9 +274,9 @@ vectorised! {
 }
 
 pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
-    let LabelEntropy { logits: x, labels, options, grad, .. } = *entropy;
+    let LabelEntropy { logits: x, labels, options, dtype, grad, .. } = *entropy;
     let shape = if options.reduction == LossReduction::None { labels.shape().clone() } else { ().into() };
-    let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
+    let out = Tensor::empty_like_shape(shape, dtype, x.device())?;
     let writes: Vec<_> = std::iter::once(&out).chain(grad).map(|t| &t.storage).collect();
     with_host(&[&x.storage, &labels.storage], &writes, |reads, writes| {
         let mut loaded = Vec::new();
@@ -285,8 +285,8 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         let (loss, grad) = writes.split_first_mut().expect("the loss at least");
         let grad = grad.first_mut().map(|g| &mut **g);
         match x.dtype.compute() {
-            Compute::F64 => losses::<f64>(x, reads[0], targets, options, loss, grad),
-            _ => losses::<f32>(x, reads[0], targets, options, loss, grad),
+            Compute::F64 => losses::<f64>(x, reads[0], targets, options, (dtype, loss), grad),
+            _ => losses::<f32>(x, reads[0], targets, options, (dtype, loss), grad),
         }
     })??;
     Ok(out)
@@ -297,7 +297,7 @@ fn losses<C: Number>(
     bytes: &[u8],
     targets: &[i64],
     options: CrossEntropy,
-    out: &mut [u8],
+    (dtype, out): (DType, &mut [u8]),
     grad: Option<&mut [u8]>,
 ) -> Result<()> {
     let classes = x.shape().dims()[1];
@@ -355,11 +355,11 @@ fn losses<C: Number>(
         });
     }
     if options.reduction == LossReduction::None {
-        store_tile(x.dtype, &losses, out, 0 as _, 1);
+        store_tile(dtype, &losses, out, 0 as _, 1);
         return Ok(());
     }
     let blocks: SmallVec<[C; 16]> = losses.chunks(LOSS_SUM_ROWS).map(fold::<Add, C>).collect();
     let total = fold::<Add, C>(&blocks);
-    store_tile(x.dtype, &[total.div(count)], out, 0 as _, 1);
+    store_tile(dtype, &[total.div(count)], out, 0 as _, 1);
     Ok(())
 }

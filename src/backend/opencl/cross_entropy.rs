@@ -126,7 +126,7 @@ impl Schedule {
 
 /// The loss, or a part of each work-group where these do not add them up.
 pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
-    let LabelEntropy { logits: x, labels, options, grad, count } = *entropy;
+    let LabelEntropy { logits: x, labels, options, dtype, grad, count } = *entropy;
     let device = x.cl_device()?;
     let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
     let each = options.reduction == LossReduction::None;
@@ -134,8 +134,8 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let schedule = Schedule::choose(device, x, grad, each);
     let (groups, alone) = (schedule.groups, schedule.groups == 1 || schedule.last_group_sums);
     let loss = match (each, alone) {
-        (true, _) => Tensor::empty_like_shape(rows, x.dtype, x.device())?,
-        (false, true) => Tensor::empty_like_shape((), x.dtype, x.device())?,
+        (true, _) => Tensor::empty_like_shape(rows, dtype, x.device())?,
+        (false, true) => Tensor::empty_like_shape((), dtype, x.device())?,
         (false, false) => Tensor::empty_like_shape(groups, x.dtype.compute().dtype(), x.device())?,
     };
     let counting = match options.reduction {

@@ -1,5 +1,6 @@
 //! Matrix products on OpenCL: `kernels/gemm.cl` with the sizes and the epilogue that suit the device and the problem.
 
+mod aligned;
 mod source;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -120,6 +121,14 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     if image::product(g, shape, outs)? {
         return Ok(false);
     }
+    if let Some([a, b]) = aligned::copies(g, shape)? {
+        return run_on(&Gemm { a: &a, b: &b, out: None, ..*g }, shape, outs);
+    }
+    run_on(g, shape, outs)
+}
+
+/// [`run`] for matrices as they are.
+fn run_on(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let mut tensors: SmallVec<[&Tensor; 6]> = SmallVec::from_slice(&[g.a, g.b]);
     outs.iter().chain(g.extras.iter().copied()).chain(g.sums).for_each(|t| tensors.push(t));
     let sums = g.sums.filter(|t| ![g.a, g.b].iter().any(|x| x.shares_storage(t)));

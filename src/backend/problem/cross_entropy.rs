@@ -1,6 +1,6 @@
 //! Cross-entropy of logits and labels.
 
-use crate::{Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 /// What becomes of the losses of single rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -50,6 +50,8 @@ pub(crate) struct LabelEntropy<'a> {
     pub(crate) logits: &'a Tensor,
     pub(crate) labels: &'a Tensor,
     pub(crate) options: CrossEntropy<'a>,
+    /// Of the losses.
+    pub(crate) dtype: DType,
     /// Where the gradient of the logits goes.
     pub(crate) grad: Option<&'a Tensor>,
     /// Counts the labels that are not ignored, on the device.

@@ -59,7 +59,7 @@ fn masked_softmax(s: &Softmax, r: usize, x: Array1<f64>, z: Array1<f64>) -> Arra
 
 /// The loss of a row is `log(sum(exp(x))) - x[label]`, its gradient the softmax less 1 at the label.
 pub(super) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
-    let LabelEntropy { logits, labels, options, grad, .. } = *entropy;
+    let LabelEntropy { logits, labels, options, dtype, grad, .. } = *entropy;
     let (x, labels) = (read_floats(logits)?, read(labels)?.mapv(|label| label.to_i64()));
     let (mut losses, mut gradients) = (ArrayD::zeros(labels.shape()), ArrayD::zeros(x.shape()));
     let counts = |label: i64| label != options.ignore_index;
@@ -77,9 +77,9 @@ pub(super) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     }
     grad.map_or(Ok(()), |grad| write(grad, gradients))?;
     if options.reduction == LossReduction::None {
-        return tensor(&losses, logits.dtype);
+        return tensor(&losses, dtype);
     }
-    let out = Tensor::empty_like_shape((), logits.dtype, Device::Cpu)?;
+    let out = Tensor::empty_like_shape((), dtype, Device::Cpu)?;
     write(&out, [losses.sum() / divisor])?;
     Ok(out)
 }

@@ -258,11 +258,12 @@ impl Tensor {
     }
 
     /// Cross-entropy of logits `[N, C]` and class labels `[N]`, neither weighted nor smoothed: one launch gives losses and
-    /// gradient, at most one more their sum. `composed` is the same of log-probabilities, for gradients of gradients.
+    /// gradient, at most one more their sum. Losses are of `dtype`. `composed` is the same of log-probabilities, for gradients of gradients.
     pub(crate) fn label_entropy(
         &self,
         labels: &Tensor,
         options: CrossEntropy,
+        dtype: DType,
         composed: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Result<Tensor> {
         let op = "cross_entropy";
@@ -272,13 +273,13 @@ impl Tensor {
             false => None,
         };
         let out = match self.numel() {
-            0 => loss_of_no_logits(self, labels, options.reduction)?,
+            0 => loss_of_no_logits(self, labels, options.reduction, dtype)?,
             _ => {
                 let count = &|| count(op, labels, options.ignore_index);
-                let entropy = LabelEntropy { logits: self, labels, options, grad: grad.as_ref(), count };
+                let entropy = LabelEntropy { logits: self, labels, options, dtype, grad: grad.as_ref(), count };
                 let out = backend::of(self.device()).cross_entropy(&entropy)?;
                 let is_part = out.rank() > 0 && options.reduction != LossReduction::None;
-                if is_part { reduce::sum_all(op, &out, self.dtype)? } else { out }
+                if is_part { reduce::sum_all(op, &out, dtype)? } else { out }
             }
         };
         let Some(saved) = grad else { return Ok(out) };
@@ -290,7 +291,7 @@ impl Tensor {
                 let labels = labels.get(op)?;
                 let log = log_probabilities(&saved, labels, reduction, ignore_index)?;
                 // Log-probabilities differ from logits by a constant for each row, which does not change the loss.
-                return ctx.through(&composed(&ctx.input(0, log).log_softmax(1)?, labels)?);
+                return ctx.through(&composed(&ctx.input(0, log).to_dtype(dtype)?.log_softmax(1)?, labels)?);
             }
             let grad = match ctx.grad_unless_one() {
                 None => saved,
@@ -330,9 +331,9 @@ fn log_probabilities(grad: &Tensor, labels: &Tensor, reduction: LossReduction, i
 }
 
 /// The loss where there are no logits: no rows, or rows without a class, where every label is out of range.
-fn loss_of_no_logits(logits: &Tensor, labels: &Tensor, reduction: LossReduction) -> Result<Tensor> {
+fn loss_of_no_logits(logits: &Tensor, labels: &Tensor, reduction: LossReduction, dtype: DType) -> Result<Tensor> {
     invalid!("cross_entropy" if labels.numel() > 0, "the logits have no class (shape [N, 0])");
-    let options = (logits.dtype, logits.device());
+    let options = (dtype, logits.device());
     match reduction {
         LossReduction::Mean => Tensor::full((), f64::NAN, options),
         LossReduction::Sum | LossReduction::BatchMean => Tensor::zeros((), options),

@@ -10,7 +10,7 @@ thread_local! {
     pub(crate) static PRETEND_GPU: Cell<bool> = const { Cell::new(false) };
 }
 
-fn whole(shape: [usize; 2], dtype: DType, device: Device) -> Tensor {
+pub(super) fn whole(shape: [usize; 2], dtype: DType, device: Device) -> Tensor {
     let values: Vec<i64> = (0..shape[0] * shape[1]).map(|i| ((i * i + i) % 7) as i64 - 3).collect();
     Tensor::from_vec(values, shape, device).unwrap().to_dtype(dtype).unwrap()
 }

@@ -53,9 +53,14 @@ pub(super) fn softmax(suite: &mut Suite) -> Result<()> {
 
 pub(super) fn cross_entropy(suite: &mut Suite) -> Result<()> {
     use LossReduction::{Mean, None, Sum};
-    for (dtype, reduction, of_grad) in
-        [(DType::F32, Mean, true), (DType::F16, Sum, true), (DType::F32, None, false), (DType::F64, Mean, false)]
-    {
+    for (dtype, loss_dtype, reduction, of_grad) in [
+        (DType::F32, DType::F32, Mean, true),
+        (DType::F16, DType::F16, Sum, true),
+        (DType::BF16, DType::F32, Mean, true),
+        (DType::F16, DType::F32, None, true),
+        (DType::F32, DType::F32, None, false),
+        (DType::F64, DType::F64, Mean, false),
+    ] {
         suite.compiles = dtype == DType::F32;
         for (view, n, classes) in
             [(View::Plain, 1, 1), (View::Plain, 65, 10), (View::Gapped, 7, 513), (View::Odd, 129, 3)]
@@ -64,20 +69,32 @@ pub(super) fn cross_entropy(suite: &mut Suite) -> Result<()> {
             let labels = suite
                 .tensor(view, &[n], DType::I64, |r| if r.below(5) == 0 { -100.0 } else { r.below(classes) as f64 })?;
             let count = read(&labels)?.iter().filter(|label| label.to_i64() != -100).count() as i64;
-            suite.compare(format!("{reduction:?} of {view:?} [{n}, {classes}]"), dtype, classes.max(n), |side| {
-                let (x, labels) = (side.put(&logits)?, side.put(&labels)?);
-                let grad = of_grad.then(|| side.room([n, classes], dtype)).transpose()?;
-                let options = CrossEntropy { reduction, ..CrossEntropy::default() };
-                let count = || side.put(&Tensor::from_slice(&[count], (), Device::Cpu)?);
-                let entropy = LabelEntropy { logits: &x, labels: &labels, options, grad: grad.as_ref(), count: &count };
-                let parts = side.backend.cross_entropy(&entropy)?;
-                let loss = side.room(if reduction == None { vec![n] } else { vec![] }, dtype)?;
-                match reduction {
-                    None => write(&loss, read(&parts)?)?,
-                    _ => write(&loss, [read(&parts)?.iter().map(|part| part.to_f64()).sum::<f64>()])?,
-                }
-                Ok(Some([loss].into_iter().chain(grad).collect()))
-            })?;
+            suite.compare(
+                format!("{reduction:?} of {view:?} [{n}, {classes}] in {loss_dtype}"),
+                dtype,
+                classes.max(n),
+                |side| {
+                    let (x, labels) = (side.put(&logits)?, side.put(&labels)?);
+                    let grad = of_grad.then(|| side.room([n, classes], dtype)).transpose()?;
+                    let options = CrossEntropy { reduction, ..CrossEntropy::default() };
+                    let count = || side.put(&Tensor::from_slice(&[count], (), Device::Cpu)?);
+                    let entropy = LabelEntropy {
+                        logits: &x,
+                        labels: &labels,
+                        options,
+                        dtype: loss_dtype,
+                        grad: grad.as_ref(),
+                        count: &count,
+                    };
+                    let parts = side.backend.cross_entropy(&entropy)?;
+                    let loss = side.room(if reduction == None { vec![n] } else { vec![] }, loss_dtype)?;
+                    match reduction {
+                        None => write(&loss, read(&parts)?)?,
+                        _ => write(&loss, [read(&parts)?.iter().map(|part| part.to_f64()).sum::<f64>()])?,
+                    }
+                    Ok(Some([loss].into_iter().chain(grad).collect()))
+                },
+            )?;
         }
     }
     Ok(())

@@ -3,7 +3,7 @@
 use crate::ops::dispatch::prelude::*;
 use crate::ops::formula;
 use crate::ops::nn::loss::{over_batch, reduced};
-use crate::{CrossEntropy, Expr, LossReduction, Result, Shape, Tensor};
+use crate::{CrossEntropy, DType, Expr, LossReduction, Result, Shape, Tensor, autocast_dtype};
 
 impl Tensor {
     /// The mean over rows of `-log_softmax(logits)[label]`: [`Tensor::cross_entropy_with`] its defaults.
@@ -45,7 +45,13 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "cross_entropy";
         self.dtype().check_float(op)?;
-        cast_first!(widened(&[self])?, |x| x[0].cross_entropy_with(target, options));
+        let plain = !target.dtype().is_float() && options.weight.is_none() && options.label_smoothing == 0.0;
+        let in_f32 = autocast_dtype().is_some() && matches!(self.dtype(), DType::F16 | DType::BF16);
+        // Losses of labels are computed in f32 from halves too: a copy in f32 would be the same with twice the memory.
+        if in_f32 && !plain {
+            cast_first!(widened(&[self])?, |x| x[0].cross_entropy_with(target, options));
+        }
+        let dtype = if in_f32 { DType::F32 } else { self.dtype() };
         let inputs: &[&Tensor] = match &options.weight {
             Some(weight) => &[self, target, weight],
             None => &[self, target],
@@ -63,9 +69,8 @@ impl Tensor {
                 "labels of dtype i64, i32, u32 or u8, or for each class a probability, in the shape of the logits");
             return self.soft_cross_entropy(op, target, options).named(op);
         }
-        let plain = options.weight.is_none() && options.label_smoothing == 0.0;
         on_rows(op, self, target, |logits, labels| match plain {
-            true => logits.label_entropy(labels, options, move |log, labels| {
+            true => logits.label_entropy(labels, options, dtype, move |log, labels| {
                 let plain = CrossEntropy { reduction, ignore_index, ..CrossEntropy::default() };
                 label_losses("cross_entropy", log, labels, plain)
             }),
