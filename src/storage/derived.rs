@@ -1,6 +1,8 @@
-//! Images that were made of a storage's bytes and are kept with it, so that constant weights are converted once.
+//! What is known of a storage's bytes until they change: images that were made of them, so that constant weights are converted once, and
+//! that indices among them are in range.
 
 use std::mem;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use smallvec::SmallVec;
@@ -13,9 +15,13 @@ use crate::{Device, Result};
 /// What an image was made of: numbers that say how the bytes were read.
 pub(crate) type ImageKey = SmallVec<[i64; 12]>;
 
-/// The images of a storage, if it ever had any.
+/// What was made of a storage's bytes.
 #[derive(Default)]
-pub(super) struct Derived(OnceLock<Arc<Images>>);
+pub(super) struct Derived {
+    /// The images, if it ever had any.
+    images: OnceLock<Arc<Images>>,
+    checked: AtomicU64,
+}
 
 type Images = Mutex<Vec<Made>>;
 
@@ -54,18 +60,30 @@ impl Derived {
     /// Forgets all, for good: the storage is gone.
     #[inline]
     pub(super) fn clear(&mut self) {
-        drop(self.0.take());
+        drop(self.images.take());
+        *self.checked.get_mut() = 0;
     }
 
     /// Forgets all: the bytes have changed.
     pub(super) fn forget(&self) {
-        if let Some(images) = self.0.get() {
+        if let Some(images) = self.images.get() {
             forget(images);
         }
     }
 }
 
 impl Storage {
+    /// The last [`set_checked`](Self::set_checked); 0 before, and where others may change the bytes unseen.
+    pub(crate) fn checked(&self) -> u64 {
+        let allocation: &Allocation = self.allocation();
+        if allocation.is_shared_outside() { 0 } else { allocation.derived.checked.load(Ordering::Acquire) }
+    }
+
+    /// Keeps a number that says which kernel has checked the indices among the bytes; the version is the caller's part.
+    pub(crate) fn set_checked(&self, number: u64) {
+        self.allocation().derived.checked.store(number, Ordering::Release);
+    }
+
     /// The image of these bytes under `key`: the one that was made of this version of them, or what `make` gives, which is kept
     /// until the bytes change or are gone, memory runs short, or there are too many. Where others may change them unseen, nothing
     /// is kept.
@@ -74,7 +92,7 @@ impl Storage {
         if allocation.is_shared_outside() {
             return make();
         }
-        let images = allocation.derived.0.get_or_init(|| {
+        let images = allocation.derived.images.get_or_init(|| {
             let (images, mut all) = (Arc::default(), lock(&ALL));
             if all.len().is_power_of_two() {
                 all.retain(|(_, images)| images.strong_count() > 0);

@@ -13,6 +13,7 @@ mod driver;
 mod graphs;
 mod hints;
 mod host_memory;
+mod indices;
 mod inject;
 mod library;
 mod limits;

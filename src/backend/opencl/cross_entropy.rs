@@ -202,7 +202,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         };
         let launches = stages.iter().map(|&stage| launch(stage)).collect::<Result<Vec<_>>>()?;
         let scratch = of_slices + if schedule.last_group_sums { 2 * groups } else { 0 };
-        Ok(LaunchPlan::new(device, (scratch > 0).then_some((scratch, acc)), launches))
+        Ok(LaunchPlan::new(device, (scratch > 0).then_some((scratch, acc)), launches).checking(1))
     };
     let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
     // What the kernel does not touch still has to be some buffer.

@@ -8,7 +8,7 @@ use crate::backend::opencl::geometry::{
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::{launch_cache, scatter as write};
+use crate::backend::opencl::{checked_indices, launch_cache, scatter as write};
 use crate::backend::problem::index::{Combine, Indexed};
 use crate::backend::problem::lines::without;
 use crate::backend::problem::map::Params;
@@ -40,7 +40,7 @@ fn launch(
     numbers.extend(g.x_layout.strides.iter().chain(&g.index_layout.strides).map(|&s| s as u64));
     let tensors = [g.x, g.index, out];
     let key = Key { of, device: out.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
-    launch_cache::launch(&key, Params::default(), || prepare(out.cl_device()?)).map(drop)
+    launch_cache::launch(&key, Params::default(), || Ok(prepare(out.cl_device()?)?.checking(1))).map(drop)
 }
 
 /// Where a layout begins, from the first element of the tensor it is of.
@@ -175,21 +175,21 @@ pub(crate) fn linear(
     (size, step): (usize, isize),
     base: Option<i64>,
 ) -> Result<()> {
-    let of_dim = [Arg::U64(size as u64), Arg::I64(step as i64)];
-    let first = [Arg::U32(base.is_some().into()), Arg::I64(base.unwrap_or(0))];
-    over_indices(op, "linear", index, out, of_dim.into_iter().chain(first))
+    let others = [Arg::I64(step as i64), Arg::U32(base.is_some().into()), Arg::I64(base.unwrap_or(0))];
+    over_indices(op, "linear", index, out, size, others)
 }
 
 pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
-    over_indices(op, "one_hot", t, out, [Arg::U64(classes as u64)])
+    over_indices(op, "one_hot", t, out, classes, [])
 }
 
-/// The kernel of this name of the template on an index and what is made of it: a work-item for each element of that.
+/// The kernel of this name of the template on an index of a dim of this size and what is made of it: a work-item for each element of that.
 fn over_indices(
     op: &'static str,
     name: &'static str,
     index: &Tensor,
     out: &Tensor,
+    size: usize,
     others: impl IntoIterator<Item = Arg<'static>>,
 ) -> Result<()> {
     let device = out.cl_device()?;
@@ -202,10 +202,18 @@ fn over_indices(
         format!("#define {define}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}")
     })?;
     let words = words(&strided);
-    let (index, y) = (index.device_view()?, out.device_view()?);
+    let numbers = [launch_cache::number_of(name.as_ptr()), size as u64];
+    let check = checked_indices::number_of(words.iter().map(|&n| n as u64).chain(numbers));
+    let is_known = checked_indices::is_known(device, index, check);
+    let (from, y) = (index.device_view()?, out.device_view()?);
+    let faults = if is_known { device.no_faults() } else { device.faults() };
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
-    let first = [device.faults(), Arg::U32(index_fault(op)), words, Arg::U64(count as u64)];
-    let mut args = arguments(&[&index, &y], first);
+    let first = [faults, Arg::U32(index_fault(op)), words, Arg::U64(count as u64), Arg::U64(size as u64)];
+    let mut args = arguments(&[&from, &y], first);
     others.into_iter().for_each(|other| args.push(other));
-    launch_free(device, &kernel, &args, count)
+    launch_free(device, &kernel, &args, count)?;
+    if !is_known {
+        checked_indices::launched(device, index, check);
+    }
+    Ok(())
 }

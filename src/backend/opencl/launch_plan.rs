@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use crate::backend::opencl::checked_indices;
 use crate::backend::opencl::kernels::BufferView;
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::Params;
@@ -19,6 +20,8 @@ pub(crate) struct LaunchPlan {
     /// The elements of a scratch tensor that is allocated for the call; it is the last of the list.
     scratch: Option<(usize, DType)>,
     launches: SmallVec<[KernelLaunch; 1]>,
+    /// The tensor whose indices the kernels check, and the number of that check.
+    indices: Option<(usize, u64)>,
 }
 
 /// A launch of one kernel.
@@ -80,7 +83,12 @@ impl LaunchPlan {
         scratch: Option<(usize, DType)>,
         launches: impl IntoIterator<Item = KernelLaunch>,
     ) -> LaunchPlan {
-        LaunchPlan { device, scratch, launches: launches.into_iter().collect() }
+        LaunchPlan { device, scratch, launches: launches.into_iter().collect(), indices: None }
+    }
+
+    /// What its kernels record is only that an index of tensor `k` is out of range.
+    pub(crate) fn checking(self, k: usize) -> LaunchPlan {
+        LaunchPlan { indices: Some((k, checked_indices::new_number())), ..self }
     }
 
     /// Whether a kernel is given tensor `k` of the list.
@@ -90,12 +98,22 @@ impl LaunchPlan {
 
     /// Launches it with these tensors, which lie as those it was prepared for.
     pub(crate) fn launch(&self, tensors: &[&Tensor], params: Params) -> Result<()> {
-        let Some((count, dtype)) = self.scratch else {
-            return self.launches.iter().try_for_each(|launch| launch.launch(self.device, tensors, params));
+        let unknown = self.indices.filter(|&(k, check)| !checked_indices::is_known(self.device, tensors[k], check));
+        let may_fault = self.indices.is_none() || unknown.is_some();
+        let launch = |tensors: &[&Tensor]| {
+            self.launches.iter().try_for_each(|launch| launch.launch(self.device, tensors, params, may_fault))
         };
-        let scratch = Tensor::empty_like_shape(count, dtype, self.device.device())?;
-        let tensors: SmallVec<[&Tensor; 8]> = tensors.iter().copied().chain([&scratch]).collect();
-        self.launches.iter().try_for_each(|launch| launch.launch(self.device, &tensors, params))
+        match self.scratch {
+            None => launch(tensors)?,
+            Some((count, dtype)) => {
+                let scratch = Tensor::empty_like_shape(count, dtype, self.device.device())?;
+                launch(&tensors.iter().copied().chain([&scratch]).collect::<SmallVec<[&Tensor; 8]>>())?;
+            }
+        }
+        if let Some((k, check)) = unknown {
+            checked_indices::launched(self.device, tensors[k], check);
+        }
+        Ok(())
     }
 }
 
@@ -166,7 +184,7 @@ impl KernelLaunch {
         self.arguments.push(Argument::FirstArrival);
     }
 
-    fn launch(&self, device: &'static ClDevice, tensors: &[&Tensor], params: Params) -> Result<()> {
+    fn launch(&self, device: &'static ClDevice, tensors: &[&Tensor], params: Params, may_fault: bool) -> Result<()> {
         let mut views: SmallVec<[BufferView; 10]> = SmallVec::new();
         for &k in &self.buffers {
             match tensors[k].device_view() {
@@ -209,7 +227,8 @@ impl KernelLaunch {
                     args.extend(seeds.flat_map(|seed| [Arg::U64(seed.key), Arg::U64(seed.stream)]));
                     continue;
                 }
-                Argument::Faults => device.faults(),
+                Argument::Faults if may_fault => device.faults(),
+                Argument::Faults => device.no_faults(),
                 Argument::Arrivals => Arg::Buffer(device.arrivals()?),
                 Argument::FirstArrival => Arg::U32(first_arrival() as u32),
             };

@@ -2,6 +2,7 @@
 
 pub(crate) mod attention;
 mod attention_tile;
+pub(crate) mod checked_indices;
 pub(crate) mod cross_entropy;
 mod depthwise;
 mod fuse;

@@ -10,7 +10,7 @@
 
 use std::cell::{RefCell, UnsafeCell};
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Release};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Release};
 use std::sync::{Mutex, MutexGuard};
 use std::{mem, ptr};
 
@@ -73,6 +73,10 @@ pub(super) struct Slot {
     stale: AtomicBool,
     /// Held while they are cleared.
     clearing: Mutex<()>,
+    /// How many reads have begun, the last of them that found no fault, and how many found one.
+    begun: AtomicU64,
+    clean: AtomicU64,
+    found: AtomicU64,
 }
 
 /// What is to be read of a slot.
@@ -91,6 +95,20 @@ struct Reading {
     /// The streams they were pending on.
     writers: Vec<StreamId>,
     told: bool,
+    /// How many of the slot's had begun with this one.
+    number: u64,
+}
+
+/// How far the reads of a thread's slot have got: see [`ClDevice::fault_reads`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FaultReads {
+    /// Tells the slot from others.
+    pub(crate) slot: u64,
+    pub(crate) begun: u64,
+    /// The last one that found no fault.
+    pub(crate) clean: u64,
+    /// How many found one.
+    pub(crate) found: u64,
 }
 
 impl Drop for Reading {
@@ -251,6 +269,9 @@ impl Slot {
             is_pending: AtomicBool::new(false),
             stale: AtomicBool::new(true),
             clearing: Mutex::default(),
+            begun: AtomicU64::new(0),
+            clean: AtomicU64::new(0),
+            found: AtomicU64::new(0),
         })))
     }
 
@@ -284,7 +305,8 @@ impl Slot {
             return None;
         }
         pending.reading = true;
-        Some(Reading { slot: self, words: [UNREAD; 4], writers: mem::take(&mut pending.writers), told: false })
+        let number = self.begun.fetch_add(1, AcqRel) + 1;
+        Some(Reading { slot: self, words: [UNREAD; 4], writers: mem::take(&mut pending.writers), told: false, number })
     }
 
     /// Whether there may be something to read once this stream is done.
@@ -320,10 +342,28 @@ impl ClDevice {
         Arg::Faults(&self.faults.claim(self).buffer)
     }
 
+    /// [`faults`](Self::faults) for a kernel that is known to find none: nobody has to read them for its sake.
+    pub(crate) fn no_faults(&self) -> Arg<'_> {
+        Arg::Buffer(&self.faults.claim(self).buffer)
+    }
+
     /// Reports what a kernel of this thread found wrong; waits only if one that could was launched.
     pub(crate) fn report_faults(&self) -> Result<()> {
         let (slot, stream) = (self.slot(), self.current_stream());
         if slot.is_pending() { self.wait_and_report(stream, &[slot]) } else { self.take_failed(stream) }
+    }
+
+    /// How far the reads of this thread's faults have got. A kernel that was launched when so many had begun recorded nothing if a
+    /// later one found no fault, and none found one meanwhile.
+    pub(crate) fn fault_reads(&self) -> FaultReads {
+        let slot = self.faults.claim(self);
+        let load = |count: &AtomicU64| count.load(Acquire);
+        FaultReads {
+            slot: ptr::from_ref(slot).addr() as u64,
+            begun: load(&slot.begun),
+            clean: load(&slot.clean),
+            found: load(&slot.found),
+        }
     }
 
     /// The slot to read when this thread waits.
@@ -345,11 +385,13 @@ impl ClDevice {
             }
             reading.told = true;
             if let Some(fault) = decode(reading.words) {
+                reading.slot.found.fetch_add(1, AcqRel);
                 reading.slot.stale.store(true, Release);
                 // Where this fails it is tried again before the next kernel that could record a fault.
                 let _ = self.clear(reading.slot);
                 return Err(fault);
             }
+            reading.slot.clean.fetch_max(reading.number, AcqRel);
         }
         Ok(())
     }

@@ -61,7 +61,7 @@ pub(crate) use choices::{LARGEST_GROUP, SizeClass};
 pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClImage, ClKernel};
 pub(crate) use errors::{ClError, Class};
-pub(crate) use fault::{Fault, index_fault};
+pub(crate) use fault::{Fault, FaultReads, index_fault};
 pub(crate) use host_memory::HostMemory;
 pub(crate) use import::MappedBuffer;
 pub(crate) use launch::Arg;
