@@ -1,8 +1,11 @@
-"""The model of examples/char_transformer in PyTorch on CUDA, eager or compiled: ms a training step.
+"""The model of examples/char_transformer in PyTorch, eager or compiled: ms a training step, as `cargo bench --bench gpt` prints it.
 
-python3 benches/gpt_torch.py WIDTH LAYERS HEADS CONTEXT BATCH VOCABULARY f32|bf16 [STEPS [eager|compile]]
-"""
+python3 benches/gpt_torch.py WIDTH LAYERS HEADS CONTEXT BATCH VOCABULARY f32|bf16 [STEPS [eager|compile [FILE]]]
 
+With the FILE of that bench's `--save` it begins with the same weights, has the same tokens, and says how far the losses are apart."""
+
+import json
+import struct
 import sys
 import time
 
@@ -10,9 +13,24 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+WARM = 10
 W, L, H, C, B, V = map(int, sys.argv[1:7])
 bf16 = sys.argv[7] == "bf16"
 steps = int(sys.argv[8]) if len(sys.argv) > 8 else 200
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def tensors(path):
+    """Those of a safetensors file: a JSON header, whose length comes first, and the bytes."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        data = bytearray(file.read())
+    header.pop("__metadata__", None)
+    dtypes = {"F32": torch.float32, "I64": torch.int64}
+    return {
+        name: torch.frombuffer(data[slice(*at["data_offsets"])], dtype=dtypes[at["dtype"]]).reshape(at["shape"])
+        for name, at in header.items()
+    }
 
 
 class Block(nn.Module):
@@ -35,37 +53,50 @@ class Gpt(nn.Module):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(V, W), nn.Embedding(C, W)
         self.h = nn.ModuleList([Block() for _ in range(L)])
-        self.ln_f, self.head = nn.LayerNorm(W), nn.Linear(W, V, bias=False)
+        self.ln_f, self.lm_head = nn.LayerNorm(W), nn.Linear(W, V, bias=False)
 
     def forward(self, x):
         x = self.wte(x) + self.wpe.weight[: x.shape[1]]
         for block in self.h:
             x = block(x)
-        return self.head(self.ln_f(x))
+        return self.lm_head(self.ln_f(x))
 
 
-gpt = Gpt().cuda()
-if len(sys.argv) > 9 and sys.argv[9] == "compile":
-    gpt = torch.compile(gpt)
-optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-3)
-windows = torch.randint(0, V, (200_000,), device="cuda").unfold(0, C + 1, 1)
+gpt = Gpt().to(device)
+windows, theirs = (torch.rand(WARM + steps, B, C + 1) ** 3 * V).long().clamp(max=V - 1), None
+if len(sys.argv) > 10:
+    saved = tensors(sys.argv[10])
+    windows, theirs = saved.pop("windows"), saved.pop("losses")
+    gpt.load_state_dict(saved)
+windows = windows.to(device)
+run = torch.compile(gpt) if len(sys.argv) > 9 and sys.argv[9] == "compile" else gpt
+optimizer = torch.optim.AdamW(gpt.parameters(), lr=3e-4)
 
 
-def step():
+def step(number):
     optimizer.zero_grad(set_to_none=True)
-    w = windows[torch.randint(0, windows.shape[0], (B,), device="cuda")]
-    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
-        loss = F.cross_entropy(gpt(w[:, :-1]).flatten(0, 1), w[:, 1:].flatten())
+    w = windows[number]
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
+        loss = F.cross_entropy(run(w[:, :-1]).flatten(0, 1), w[:, 1:].flatten())
     loss.backward()
     torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
     optimizer.step()
+    return loss.detach()
 
 
-for _ in range(10):
-    step()
-torch.cuda.synchronize()
+def wait():
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+losses = [step(number) for number in range(WARM)]
+wait()
 start = time.perf_counter()
-for _ in range(steps):
-    step()
-torch.cuda.synchronize()
-print(f"{(time.perf_counter() - start) / steps * 1e3:.3f} ms a step")
+losses += [step(number) for number in range(WARM, WARM + steps)]
+wait()
+ms = (time.perf_counter() - start) / steps * 1e3
+losses = torch.stack(losses).cpu()
+print(f"{ms:.3f} ms a step; losses {losses[0]:.4f} to {losses[-1]:.4f}")
+if theirs is not None:
+    apart = ((losses - theirs[: len(losses)]) / losses).abs().max()
+    print(f"losses of {len(losses)} steps are apart by at most {apart:.2%}")

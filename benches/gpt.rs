@@ -1,0 +1,87 @@
+//! Training steps of the GPT of `examples/char_transformer` on tokens drawn at random, rarer ones with greater numbers: ms a step, after ten
+//! steps that are not timed. `--save FILE` keeps weights, tokens and losses for `benches/gpt_torch.py`, which begins with the same weights.
+
+#[allow(dead_code)]
+#[path = "../examples/char_transformer/model.rs"]
+mod model;
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::Parser;
+use claystone::nn::Module;
+use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
+use claystone::{DType, Device, Result, Tensor, io, manual_seed};
+use model::{Gpt, Sizes};
+
+/// Steps that are not timed: kernels are compiled, and memory is allocated.
+const WARM: usize = 10;
+
+#[derive(Parser)]
+struct Args {
+    #[arg(long, default_value_t = Device::best())]
+    device: Device,
+    #[arg(long, default_value_t = 768)]
+    width: usize,
+    #[arg(long, default_value_t = 12)]
+    layers: usize,
+    #[arg(long, default_value_t = 12)]
+    heads: usize,
+    #[arg(long, default_value_t = 1024)]
+    context: usize,
+    #[arg(long, default_value_t = 8)]
+    batch: usize,
+    #[arg(long, default_value_t = 50257)]
+    vocabulary: usize,
+    /// f32, or the dtype of autocast
+    #[arg(long, default_value_t = DType::BF16)]
+    dtype: DType,
+    #[arg(long, default_value_t = 100)]
+    steps: usize,
+    /// Write the first weights, the tokens and the losses to FILE (safetensors)
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+    /// What cargo adds
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn main() -> std::result::Result<(), Box<dyn Error>> {
+    let Args { device, width, layers, heads, context, batch, vocabulary, dtype, steps, save, .. } = Args::parse();
+    manual_seed(1);
+    let mut gpt = Gpt::new(Sizes { vocabulary, context, width, layers, heads, tied: false, dropout: 0.0 }, device)?;
+    let drawn = Tensor::rand(&[WARM + steps, batch, context + 1], device)?;
+    let windows =
+        drawn.pow_scalar(3)?.mul_scalar(vocabulary as f64)?.to_dtype(DType::I64)?.clamp_max(vocabulary - 1)?;
+    let mut saved = gpt.state_dict();
+    if save.is_some() {
+        saved = saved.iter().map(|(name, t)| (name.to_owned(), t.detach().clone())).collect();
+        saved.insert("windows", windows.shallow_clone());
+    }
+    let mut optimizer = AdamW::new(gpt.parameters_mut(), AdamWConfig { lr: 3e-4, ..Default::default() })?;
+    let mut step = |number: usize| -> Result<Tensor> {
+        optimizer.zero_grad();
+        let loss = gpt.loss(&windows.select(0, number as isize)?, dtype)?;
+        loss.backward()?;
+        clip_grad_norm_(gpt.parameters(), 1.0, 2.0)?;
+        optimizer.step()?;
+        Ok(loss.detach())
+    };
+    let mut losses = (0..WARM).map(&mut step).collect::<Result<Vec<_>>>()?;
+    device.synchronize()?;
+    let started = Instant::now();
+    for number in WARM..WARM + steps {
+        losses.push(step(number)?);
+    }
+    device.synchronize()?;
+    let ms = 1e3 * started.elapsed().as_secs_f64() / steps as f64;
+    let losses = Tensor::stack(&losses.iter().collect::<Vec<_>>(), 0)?;
+    let values = losses.to_vec::<f32>()?;
+    println!("{ms:.3} ms a step; losses {:.4} to {:.4}", values[0], values[values.len() - 1]);
+    if let Some(path) = save {
+        saved.insert("losses", losses);
+        io::save(path, &saved)?;
+    }
+    Ok(())
+}
