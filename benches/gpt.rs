@@ -10,9 +10,10 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Parser;
+use claystone::io::{self, StateDict};
 use claystone::nn::Module;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
-use claystone::{DType, Device, Result, Tensor, io, manual_seed};
+use claystone::{DType, Device, Result, Tensor, manual_seed};
 use model::{Gpt, Sizes};
 
 /// Steps that are not timed: kernels are compiled, and memory is allocated.
@@ -54,11 +55,12 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let drawn = Tensor::rand(&[WARM + steps, batch, context + 1], device)?;
     let windows =
         drawn.pow_scalar(3)?.mul_scalar(vocabulary as f64)?.to_dtype(DType::I64)?.clamp_max(vocabulary - 1)?;
-    let mut saved = gpt.state_dict();
-    if save.is_some() {
-        saved = saved.iter().map(|(name, t)| (name.to_owned(), t.detach().clone())).collect();
-        saved.insert("windows", windows.shallow_clone());
-    }
+    let saved = save.map(|path| {
+        // Copies: parameters whose storage others hold are not updated all at once.
+        let mut first: StateDict = gpt.state_dict().iter().map(|(name, t)| (name.to_owned(), t.clone())).collect();
+        first.insert("windows", windows.shallow_clone());
+        (path, first)
+    });
     let mut optimizer = AdamW::new(gpt.parameters_mut(), AdamWConfig { lr: 3e-4, ..Default::default() })?;
     let mut step = |number: usize| -> Result<Tensor> {
         optimizer.zero_grad();
@@ -79,7 +81,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let losses = Tensor::stack(&losses.iter().collect::<Vec<_>>(), 0)?;
     let values = losses.to_vec::<f32>()?;
     println!("{ms:.3} ms a step; losses {:.4} to {:.4}", values[0], values[values.len() - 1]);
-    if let Some(path) = save {
+    if let Some((path, mut saved)) = saved {
         saved.insert("losses", losses);
         io::save(path, &saved)?;
     }

@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""Training steps and forward passes of networks on claystone beside PyTorch's CPU or CUDA, in turns in one process.
+"""Training steps and forward passes of networks on claystone beside PyTorch's CPU or CUDA, in turns.
 
     python benches/steps.py [--rounds 9] [--only resnet18,lstm] [--beside cuda]
 
-Times are medians in milliseconds: of the wall, and in brackets of all processors together."""
+Times are medians in milliseconds: of the wall, and in brackets of all processors together. PyTorch's own device has a process of its own, for
+where any other device is registered CUDA has no backward (github.com/pytorch/pytorch/issues/161129)."""
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import claystone_torch
 
 
 class Mnist(nn.Module):
@@ -102,11 +103,33 @@ class Run:
             return self.loss(self.model, self.x).item()
 
 
-def timed(function):
-    # A step ends with its loss on the host, so that the device has done the step.
-    wall, processor = time.perf_counter(), time.process_time()
-    function()
-    return time.perf_counter() - wall, time.process_time() - processor
+    def timed(self, what):
+        # A step ends with its loss on the host, so that the device has done the step.
+        wall, processor = time.perf_counter(), time.process_time()
+        getattr(self, what)()
+        return time.perf_counter() - wall, time.process_time() - processor
+
+
+class Elsewhere:
+    """A run in a process without claystone, which is told what to do by lines of its input."""
+
+    def __init__(self, device, name):
+        command = [sys.executable, __file__, "--serve", device, name]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def timed(self, what):
+        print(what, file=self.process.stdin, flush=True)
+        return tuple(map(float, self.process.stdout.readline().split()))
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve(device, name):
+    run = Run(device, *CASES[name])
+    for line in sys.stdin:
+        print(*run.timed(line.strip()), flush=True)
 
 
 def main():
@@ -114,24 +137,30 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--beside", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.serve:
+        return serve(*arguments.serve)
+    import claystone_torch
+
     beside = arguments.beside
     print(f"claystone:0 is {torch.claystone.get_device_name(0)}, {torch.get_num_threads()} threads of PyTorch")
     print(f"| network | step: claystone | {beside} | ratio | forward: claystone | {beside} | ratio |\n|---|---|---|---|---|---|---|", flush=True)
     for name in arguments.only.split(","):
-        runs = {device: Run(device, *CASES[name]) for device in ("claystone", beside)}
+        runs = {"claystone": Run("claystone", *CASES[name]), beside: Elsewhere(beside, name)}
         cells = []
         for what in ("step", "forward"):
             times = {device: [] for device in runs}
             for round in range(arguments.rounds + 2):
                 for device, run in runs.items():
-                    measured = timed(getattr(run, what))
+                    measured = run.timed(what)
                     if round >= 2:
                         times[device].append(measured)
             median = {device: [1e3 * statistics.median(column) for column in zip(*given)] for device, given in times.items()}
             cells += [f"{wall:.1f} ({processor:.1f})" for wall, processor in median.values()]
-            ratios = [ours[0] / theirs[0] for ours, theirs in zip(times["claystone"], times["cpu"])]
+            ratios = [ours[0] / theirs[0] for ours, theirs in zip(times["claystone"], times[beside])]
             cells.append(f"{statistics.median(ratios):.2f}")
+        runs[beside].end()
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
     if claystone_torch.fallbacks():
         print("on the CPU ran:", claystone_torch.fallbacks())
