@@ -4,8 +4,6 @@ python3 benches/gpt_torch.py WIDTH LAYERS HEADS CONTEXT BATCH VOCABULARY f32|bf1
 
 With the FILE of that bench's `--save` it begins with the same weights, has the same tokens, and says how far the losses are apart."""
 
-import json
-import struct
 import sys
 import time
 
@@ -13,24 +11,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from saved import compare, tensors
+
 WARM = 10
 W, L, H, C, B, V = map(int, sys.argv[1:7])
 bf16 = sys.argv[7] == "bf16"
 steps = int(sys.argv[8]) if len(sys.argv) > 8 else 200
 device = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def tensors(path):
-    """Those of a safetensors file: a JSON header, whose length comes first, and the bytes."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        data = bytearray(file.read())
-    header.pop("__metadata__", None)
-    dtypes = {"F32": torch.float32, "I64": torch.int64}
-    return {
-        name: torch.frombuffer(data[slice(*at["data_offsets"])], dtype=dtypes[at["dtype"]]).reshape(at["shape"])
-        for name, at in header.items()
-    }
 
 
 class Block(nn.Module):
@@ -98,5 +85,4 @@ ms = (time.perf_counter() - start) / steps * 1e3
 losses = torch.stack(losses).cpu()
 print(f"{ms:.3f} ms a step; losses {losses[0]:.4f} to {losses[-1]:.4f}")
 if theirs is not None:
-    apart = ((losses - theirs[: len(losses)]) / losses).abs().max()
-    print(f"losses of {len(losses)} steps are apart by at most {apart:.2%}")
+    compare(losses, theirs)

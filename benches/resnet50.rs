@@ -1,0 +1,133 @@
+//! Training steps of ResNet-50 on made-up images, which are channels-last: ms a step, after ten steps that are not timed. `--save FILE`
+//! keeps weights, images, labels and losses for `benches/resnet50_torch.py`, which begins with the same weights.
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::Parser;
+use claystone::io::{self, StateDict};
+use claystone::nn::{
+    Activation, AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Module, Sequential,
+};
+use claystone::ops::{ConvOptions, MaxPoolOptions};
+use claystone::optim::{Optimizer, Sgd, SgdConfig};
+use claystone::{DType, Device, Result, Tensor, autocast, manual_seed};
+
+/// Steps that are not timed: kernels are compiled, and memory is allocated.
+const WARM: usize = 10;
+/// Batches that steps have in turns.
+const BATCHES: usize = 4;
+const CLASSES: i64 = 1000;
+
+#[derive(Parser)]
+struct Args {
+    #[arg(long, default_value_t = Device::best())]
+    device: Device,
+    #[arg(long, default_value_t = 64)]
+    batch: usize,
+    /// Rows and columns of an image
+    #[arg(long, default_value_t = 224)]
+    side: usize,
+    /// f32, or the dtype of autocast
+    #[arg(long, default_value_t = DType::BF16)]
+    dtype: DType,
+    #[arg(long, default_value_t = 50)]
+    steps: usize,
+    /// Write the first weights, the data and the losses to FILE (safetensors)
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+    /// What cargo adds
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// A convolution and the batch norm of its result.
+fn conv(from: usize, to: usize, kernel: usize, stride: usize, device: Device) -> Result<Sequential> {
+    let options = ConvOptions { stride: [stride; 2], padding: (kernel / 2).into(), ..ConvOptions::default() };
+    let conv = Conv2d::new(from, to, [kernel; 2], options, device)?.without_bias();
+    Ok(Sequential::new().push(conv).push(BatchNorm2d::new(to, device)?))
+}
+
+struct Bottleneck {
+    residual: Sequential,
+    shortcut: Sequential,
+}
+
+impl Bottleneck {
+    fn new(from: usize, width: usize, stride: usize, device: Device) -> Result<Bottleneck> {
+        let to = 4 * width;
+        let residual = conv(from, width, 1, 1, device)?
+            .push(Activation::Relu)
+            .push(conv(width, width, 3, stride, device)?)
+            .push(Activation::Relu)
+            .push(conv(width, to, 1, 1, device)?);
+        let shortcut = if from == to { Sequential::new() } else { conv(from, to, 1, stride, device)? };
+        Ok(Bottleneck { residual, shortcut })
+    }
+}
+
+impl Module for Bottleneck {
+    claystone::parts!(residual, shortcut);
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.residual.forward(x)?.add(&self.shortcut.forward(x)?)?.relu()
+    }
+}
+
+/// As in "Deep Residual Learning for Image Recognition" (2015), with the strides in the 3 x 3 convolutions, as torchvision's.
+fn resnet50(device: Device) -> Result<Sequential> {
+    let options = MaxPoolOptions { stride: Some([2, 2]), padding: 1.into(), ..MaxPoolOptions::default() };
+    let pool = MaxPool2d { options, ..MaxPool2d::new([3, 3]) };
+    let mut net = conv(3, 64, 7, 2, device)?.push(Activation::Relu).push(pool);
+    let mut from = 64;
+    for (width, blocks, stride) in [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)] {
+        for block in 0..blocks {
+            net = net.push(Bottleneck::new(from, width, if block == 0 { stride } else { 1 }, device)?);
+            from = 4 * width;
+        }
+    }
+    Ok(net.push(AdaptiveAvgPool2d([1, 1])).push(Flatten::default()).push(Linear::new(from, CLASSES as usize, device)?))
+}
+
+fn main() -> std::result::Result<(), Box<dyn Error>> {
+    let Args { device, batch, side, dtype, steps, save, .. } = Args::parse();
+    manual_seed(1);
+    let mut net = resnet50(device)?;
+    let images = Tensor::randn(&[BATCHES, batch, side, side, 3], device)?;
+    let labels = Tensor::randint(0, CLASSES, &[BATCHES, batch], (DType::I64, device))?;
+    let saved = save.map(|path| {
+        // Copies: parameters whose storage others hold are not updated all at once.
+        let mut first: StateDict = net.state_dict().iter().map(|(name, t)| (name.to_owned(), t.clone())).collect();
+        first.insert("images", images.shallow_clone());
+        first.insert("labels", labels.shallow_clone());
+        (path, first)
+    });
+    let mut optimizer = Sgd::new(net.parameters_mut(), SgdConfig { lr: 0.01, momentum: 0.9, ..Default::default() })?;
+    let half = (dtype != DType::F32).then_some(dtype);
+    let mut step = |number: usize| -> Result<Tensor> {
+        let at = (number % BATCHES) as isize;
+        let x = images.select(0, at)?.permute(&[0, 3, 1, 2])?;
+        optimizer.zero_grad();
+        let loss = autocast(half, || net.forward(&x)?.cross_entropy(&labels.select(0, at)?))?;
+        loss.backward()?;
+        optimizer.step()?;
+        Ok(loss.detach())
+    };
+    let mut losses = (0..WARM).map(&mut step).collect::<Result<Vec<_>>>()?;
+    device.synchronize()?;
+    let started = Instant::now();
+    for number in WARM..WARM + steps {
+        losses.push(step(number)?);
+    }
+    device.synchronize()?;
+    let ms = 1e3 * started.elapsed().as_secs_f64() / steps as f64;
+    let losses = Tensor::stack(&losses.iter().collect::<Vec<_>>(), 0)?;
+    let values = losses.to_vec::<f32>()?;
+    println!("{ms:.3} ms a step; losses {:.4} to {:.4}", values[0], values[values.len() - 1]);
+    if let Some((path, mut saved)) = saved {
+        saved.insert("losses", losses);
+        io::save(path, &saved)?;
+    }
+    Ok(())
+}
