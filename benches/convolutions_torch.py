@@ -1,5 +1,5 @@
-"""PyTorch's convolutions beside those of benches/convolutions.rs on CUDA, channels-last where they are f16: a line for each, and the ratios of
-the sums by kind and dtype.
+"""PyTorch's convolutions beside those of benches/convolutions.rs on CUDA, in the same formats: a line for each, and the ratios of the sums by
+kind, dtype and format.
 
     cargo bench --bench convolutions -- --device opencl:0 > FILE.jsonl; python3 benches/convolutions_torch.py FILE.jsonl"""
 
@@ -30,11 +30,11 @@ def measure(f):
 
 
 sums = defaultdict(lambda: [0.0] * 4)
-print(f"{'case':12}{'dtype':6}{'in, out, side, kernel, stride, groups':>40}{'forward':>9}{'torch':>9}{'ratio':>7}{'both':>9}{'torch':>9}{'ratio':>7}")
+print(f"{'case':12}{'dtype':6}{'format':14}{'in, out, side, kernel, stride, groups':>40}{'forward':>9}{'torch':>9}{'ratio':>7}{'both':>9}{'torch':>9}{'ratio':>7}")
 for line in map(json.loads, open(sys.argv[1])):
     inputs, outputs, side, kernel, stride, groups = line["sizes"]
     dtype = {"f16": torch.float16, "f32": torch.float32}[line["dtype"]]
-    layout = torch.channels_last if dtype == torch.float16 else torch.contiguous_format
+    layout = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}[line["format"]]
     x = torch.randn(BATCH, inputs, side, side, device="cuda", dtype=dtype).to(memory_format=layout).requires_grad_()
     w = torch.randn(outputs, inputs // groups, kernel, kernel, device="cuda", dtype=dtype).to(memory_format=layout).requires_grad_()
     conv = lambda x, w: F.conv2d(x, w, None, stride, kernel // 2, 1, groups)
@@ -45,13 +45,13 @@ for line in map(json.loads, open(sys.argv[1])):
             conv(x, w)
 
     def both():
-        x.grad = w.grad = None
-        conv(x, w).backward(grad)
+        torch.autograd.grad(conv(x, w), (x, w), grad)
 
     ours, theirs = (line["forward_us"], line["both_us"]), (measure(forward), measure(both))
     row = [v for pair in zip(ours, theirs) for v in pair]
-    sums[line["case"], line["dtype"]] = [a + b for a, b in zip(sums[line["case"], line["dtype"]], row)]
+    kind = line["case"], line["dtype"], line["format"]
+    sums[kind] = [a + b for a, b in zip(sums[kind], row)]
     columns = "".join(f"{a:9.1f}{b:9.1f}{a / b:7.2f}" for a, b in zip(ours, theirs))
-    print(f"{line['case']:12}{line['dtype']:6}{', '.join(map(str, line['sizes'])):>40}{columns}")
-for (case, dtype), (f, ft, b, bt) in sums.items():
-    print(f"sum of {case} {dtype}: forward {f / ft:.2f}, with gradients {b / bt:.2f} of PyTorch's time")
+    print(f"{line['case']:12}{line['dtype']:6}{line['format']:14}{', '.join(map(str, line['sizes'])):>40}{columns}")
+for (case, dtype, layout), (f, ft, b, bt) in sums.items():
+    print(f"sum of {case} {dtype} {layout}: forward {f / ft:.2f}, with gradients {b / bt:.2f} of PyTorch's time")

@@ -29,22 +29,33 @@
         const uint first = X##COPIES * (part) / (parts), end = X##COPIES * ((part) + 1) / (parts);                   \
         if ((lines) >= X##LINES && (length) >= X##LENGTH) {                                                          \
             _Pragma("unroll") for (uint e = first; e < end; e++)                                                       \
-                copy_whole((to) + COPY_AT(X, e), X##FROM(from, step, e), X##COPY);                                     \
+                X##WHOLE((to) + COPY_AT(X, e), from, step, e);                                                         \
         } else {                                                                                                       \
             const int bytes = clamp(min((length), (int)X##LENGTH) * BYTES - (int)(chunk * 16), 0, 16);                 \
             _Pragma("unroll") for (uint e = first; e < end; e++)                                                       \
                 copy_part((to) + COPY_AT(X, e), X##FROM(from, step, e), X##COPY,                                      \
-                          (int)(line + e * (THREADS / X##CHUNKS)) < (lines) ? bytes : 0);                             \
+                          X##INSIDE(e) & (int)(line + e * (THREADS / X##CHUNKS)) < (lines) ? bytes : 0);              \
         }                                                                                                              \
     }
 
-// Where a copy of a slice comes from; the first slice's, and the next ones'.
+// Where a copy of a slice comes from, and whether anything is there; a copy where no edge is near; the first slice's place, and the next ones'.
+#ifndef A_FROM
 #define A_FROM(from, step, e) ((from) + (e) * (step))
-#ifndef WINDOWS
-#define B_FROM A_FROM
+#define A_INSIDE(e) true
+#define A_WHOLE(to, from, step, e) copy_whole(to, A_FROM(from, step, e), A_COPY)
+#define FIRST_A from_a += (i0 * A_ROW + from_k * A_COL) * BYTES + t / A_CHUNKS * line_a + t % A_CHUNKS * 16;
+#define AGAIN_A FIRST_A
+#define NEXT_A from_a += next_a;
+#endif
+#ifndef B_FROM
+#define B_FROM(from, step, e) ((from) + (e) * (step))
+#define B_INSIDE(e) true
+#define B_WHOLE(to, from, step, e) copy_whole(to, B_FROM(from, step, e), B_COPY)
+#define NEXT_B from_b += next_b;
+#endif
+#ifndef FIRST_B
 #define FIRST_B from_b += (j0 * B_COL + from_k * B_ROW) * BYTES + t / B_CHUNKS * line_b + t % B_CHUNKS * 16;
 #define AGAIN_B FIRST_B
-#define NEXT_B from_b += next_b;
 #endif
 
 #define EACH_RESULT                                                                                                    \
@@ -94,9 +105,10 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const long line_a = (A_ALONG_K ? A_ROW : A_COL) * BYTES, line_b = (B_ALONG_K ? B_COL : B_ROW) * BYTES;
     const long step_a = THREADS / A_CHUNKS * line_a, step_b = THREADS / B_CHUNKS * line_b;
     const long next_a = TILE_K * (A_ALONG_K ? BYTES : line_a), next_b = TILE_K * (B_ALONG_K ? BYTES : line_b);
-    const long first_a = p.v[3] + batch_offset(p, z, 9 + BATCH) + i0 * A_ROW + from_k * A_COL;
-    ulong from_a = (ulong)a + first_a * BYTES + t / A_CHUNKS * line_a + t % A_CHUNKS * 16;
-    ulong from_b = (ulong)b + (p.v[6] + batch_offset(p, z, 9 + 2 * BATCH)) * BYTES;
+    const ulong start_a = (ulong)a + (p.v[3] + batch_offset(p, z, 9 + BATCH)) * BYTES;
+    const ulong start_b = (ulong)b + (p.v[6] + batch_offset(p, z, 9 + 2 * BATCH)) * BYTES;
+    ulong from_a = start_a, from_b = start_b;
+    FIRST_A
     FIRST_B
     int left = depth; // of k, not yet fetched
     const uint first_copy_a = chunk_at(t / A_CHUNKS, t % A_CHUNKS, A_LINES, A_LENGTH);
@@ -110,7 +122,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     }
 #define NEXT_SLICE                                                                                                     \
     asm volatile("cp.async.commit_group;");                                                                            \
-    from_a += next_a;                                                                                                  \
+    NEXT_A                                                                                                             \
     NEXT_B                                                                                                             \
     left -= TILE_K;
 #define NEXT_SLOT(slot) slot = slot + 1 == STAGES ? 0 : slot + 1;
@@ -308,9 +320,9 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     barrier(CLK_LOCAL_MEM_FENCE);
     if (again) {
         EACH_RESULT RESULT = 0;
-        const int slices = (depth - left) / TILE_K;
-        from_a -= slices * next_a;
-        from_b = (ulong)b + (p.v[6] + batch_offset(p, z, 9 + 2 * BATCH)) * BYTES;
+        from_a = start_a;
+        from_b = start_b;
+        AGAIN_A
         AGAIN_B
         left = depth;
         const __local float* raw = (const __local float*)shared + CUT / 4;

@@ -27,6 +27,12 @@ static inline void copy_whole(uint to, ulong from, const int size)
     }
 }
 
+// All 16 at once, or zeros.
+static inline void copy_inside(uint to, ulong from, bool inside)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
+}
+
 // The first `bytes` of them, the others 0: three times the instructions, for edges.
 static inline void copy_part(uint to, ulong from, const int size, int bytes)
 {

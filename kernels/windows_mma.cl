@@ -1,90 +1,162 @@
-// A right matrix that is not in memory, for gemm_mma.cl: its elements are read where windows over images have them. Comes before
-// that file. A window's elements are ordered by row and column of the tap, then by channel. Images are channels-last and have
-// their padding, so that no bounds are checked, and 16 bytes lie in one piece inside of a tap.
+// A matrix of windows over images that is not in memory, for gemm_mma.cl: its elements are read where images have them. Comes before
+// that file. A window's elements are ordered by row and column of the tap, then by channel. Images are channels-last, and 16 bytes lie
+// in one piece inside of a tap; taps outside of an image read zeros.
 //
-// Windows are columns (B_ALONG_K), or rows; images follow one another. WINDOWS is where the sizes begin in p.v; strides, in
-// elements, are those of taps and of windows, from one to the next and from row to row.
+// Windows are rows of the left matrix (LEFT), or columns (B_ALONG_K) or rows of the right one; images follow one another. WINDOWS is
+// where the numbers begin in p.v: sizes and steps of windows in pixels, strides of images in elements.
 
 #if defined(MMA) && defined(WINDOWS)
 #define CHANNELS (uint)p.v[WINDOWS]
-#define KERNEL_COLS (uint)p.v[WINDOWS + 1]
-#define TAP_COL (uint)p.v[WINDOWS + 2]
-#define TAP_ROW (uint)p.v[WINDOWS + 3]
-#define GRID (uint)p.v[WINDOWS + 4]
-#define GRID_COLS (uint)p.v[WINDOWS + 5]
-#define WINDOW_COL (uint)p.v[WINDOWS + 6]
-#define WINDOW_ROW (uint)p.v[WINDOWS + 7]
-#define IMAGE (uint)p.v[WINDOWS + 8]
-#define AFTER p.v[WINDOWS + 9]
-// Where column j is in a row of results. Windows of all images: so much further for each image, or APART: images, their rows and what is
-// in these have strides. Elements of a window: by channel, then by tap, of which there are so many, and without the channels that
-// are only there to fill 16 bytes.
-#define IS_COLUMN(j) true
-#if defined(APART)
-#define COLUMN(j) column_at(p, (uint)(j))
-static inline long column_at(const params p, uint window)
+#define KERNEL_ROWS (uint)p.v[WINDOWS + 1]
+#define KERNEL_COLS (uint)p.v[WINDOWS + 2]
+#define DILATION_ROW (int)p.v[WINDOWS + 3]
+#define DILATION_COL (int)p.v[WINDOWS + 4]
+#define STRIDE_ROW (int)p.v[WINDOWS + 5]
+#define STRIDE_COL (int)p.v[WINDOWS + 6]
+#define PADDING_ROW (int)p.v[WINDOWS + 7]
+#define PADDING_COL (int)p.v[WINDOWS + 8]
+#define IMAGE_ROWS (uint)p.v[WINDOWS + 9]
+#define IMAGE_COLS (uint)p.v[WINDOWS + 10]
+#define GRID (uint)p.v[WINDOWS + 11]
+#define GRID_COLS (uint)p.v[WINDOWS + 12]
+#define IMAGE (int)p.v[WINDOWS + 13]
+#define IMAGE_ROW (int)p.v[WINDOWS + 14]
+#define PIXEL (int)p.v[WINDOWS + 15]
+#define AFTER p.v[WINDOWS + 16]
+#define TAP_ROW (DILATION_ROW * IMAGE_ROW)
+#define TAP_COL (DILATION_COL * PIXEL)
+
+// Where the result of window or element j is in a row of results, or the row of the window. Windows: so much further from image to image, or
+// APART: images, their rows and what is in these have strides. Elements, APART: channels, of which there are so many without those that
+// fill 16 bytes, and taps have strides.
+#define IS_PLACE(j) true
+#if defined(APART) && (LEFT || B_ALONG_K)
+#define PLACE(j) place_of(p, (uint)(j))
+static inline long place_of(const params p, uint window)
 {
     const uint image = window / GRID, place = window - image * GRID, row = place / GRID_COLS;
-    return image * AFTER + row * p.v[WINDOWS + 10] + (place - row * GRID_COLS) * p.v[WINDOWS + 11];
+    return image * AFTER + row * p.v[WINDOWS + 17] + (place - row * GRID_COLS) * p.v[WINDOWS + 18];
 }
-#elif B_ALONG_K
-#define COLUMN(j) ((j) + (uint)(j) / GRID * AFTER)
+#elif defined(APART)
+#define PLACE(j) ((uint)(j) % CHANNELS * AFTER + (uint)(j) / CHANNELS * p.v[WINDOWS + 18])
+#undef IS_PLACE
+#define IS_PLACE(j) ((uint)(j) % CHANNELS < p.v[WINDOWS + 17])
 #else
-#define COLUMN(j) ((uint)(j) % CHANNELS * AFTER + (uint)(j) / CHANNELS)
-#undef IS_COLUMN
-#define IS_COLUMN(j) ((uint)(j) % CHANNELS < p.v[WINDOWS + 10])
+#define PLACE(j) ((j) + (uint)(j) / GRID * AFTER)
 #endif
 
-// Bytes from the first window to another, and from a window to an element of it.
-static inline uint window_at(const params p, uint window)
+// Bytes from the first image to a window, before it where the padding is; bits of the rows of taps that are inside of the image, and
+// above them of the columns. Kernels of more have all of their taps inside.
+#define MOST_TAPS 16
+static inline int window_at(const params p, uint window, uint* inside)
 {
     const uint image = window / GRID, place = window - image * GRID, row = place / GRID_COLS;
-    return (image * IMAGE + row * WINDOW_ROW + (place - row * GRID_COLS) * WINDOW_COL) * BYTES;
+    int y = (int)row * STRIDE_ROW - PADDING_ROW, x = (int)(place - row * GRID_COLS) * STRIDE_COL - PADDING_COL;
+    const int at = ((int)image * IMAGE + y * IMAGE_ROW + x * PIXEL) * BYTES;
+    uint bits = 0;
+    for (uint r = 0; r < KERNEL_ROWS; r++, y += DILATION_ROW) bits |= (uint)((uint)y < IMAGE_ROWS) << r % MOST_TAPS;
+    for (uint c = 0; c < KERNEL_COLS; c++, x += DILATION_COL) bits |= (uint)((uint)x < IMAGE_COLS) << (MOST_TAPS + c % MOST_TAPS);
+    *inside = bits;
+    return at;
 }
-static inline uint element_at(const params p, uint tap, uint channel)
+// Bytes from a window to an element of it, and the bits of its tap.
+static inline int element_at(const params p, uint tap_row, uint tap_col, uint channel)
 {
-    const uint row = tap / KERNEL_COLS;
-    return (channel + row * TAP_ROW + (tap - row * KERNEL_COLS) * TAP_COL) * BYTES;
+    return ((int)channel + (int)tap_row * TAP_ROW + (int)tap_col * TAP_COL) * BYTES;
 }
+static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row % MOST_TAPS | 1u << (MOST_TAPS + tap_col % MOST_TAPS); }
 
-#if B_ALONG_K
+// The side of the windows.
+#if LEFT
+#define OF(x) A_##x
+#define FROM from_a
+#define FIRST_WINDOW (uint)i0
+#define A_FROM WINDOW_FROM
+#define A_INSIDE WINDOW_INSIDE
+#define A_WHOLE WINDOW_WHOLE
+#define FIRST_A FIRST_WINDOWS
+#define AGAIN_A AGAIN_WINDOWS
+#define NEXT_A NEXT_WINDOWS
+#else
+#define OF(x) B_##x
+#define FROM from_b
+#define FIRST_WINDOW (uint)j0
+#define B_FROM WINDOW_FROM
+#define B_INSIDE WINDOW_INSIDE
+#define B_WHOLE WINDOW_WHOLE
+#define FIRST_B FIRST_WINDOWS
+#define AGAIN_B AGAIN_WINDOWS
+#define NEXT_B NEXT_WINDOWS
+#endif
+#define WINDOW_WHOLE(to, from, step, e) copy_inside(to, WINDOW_FROM(from, step, e), WINDOW_INSIDE(e))
+
+#if LEFT || B_ALONG_K
 // Each copy of a slice is of another window, always the same; its chunk moves from tap to tap.
-#define B_FROM(from, step, e) ((from) + window[e])
-#define FIRST_B                                                                                                        \
-    uint window[B_COPIES], channel, tap;                                                                               \
-    _Pragma("unroll") for (uint e = 0; e < B_COPIES; e++)                                                              \
-        window[e] = window_at(p, (uint)j0 + t / B_CHUNKS + e * (THREADS / B_CHUNKS));                                  \
-    AGAIN_B
-#define AGAIN_B                                                                                                        \
-    channel = (uint)from_k + t % B_CHUNKS * (16 / BYTES);                                                              \
-    tap = channel / CHANNELS;                                                                                          \
-    channel -= tap * CHANNELS;                                                                                         \
-    from_b += element_at(p, tap, channel);                                                                             \
-    tap %= KERNEL_COLS;
-#define NEXT_B                                                                                                         \
-    from_b += TILE_K * BYTES;                                                                                          \
+#define WINDOW_FROM(from, step, e) ((from) + (long)window[e])
+#define WINDOW_INSIDE(e) ((inside[e] & tap) == tap)
+#define FIRST_WINDOWS                                                                                                  \
+    int window[OF(COPIES)];                                                                                            \
+    uint inside[OF(COPIES)], channel, tap_row, tap_col, tap;                                                           \
+    _Pragma("unroll") for (uint e = 0; e < OF(COPIES); e++)                                                            \
+        window[e] = window_at(p, FIRST_WINDOW + t / OF(CHUNKS) + e * (THREADS / OF(CHUNKS)), inside + e);              \
+    AGAIN_WINDOWS
+#define AGAIN_WINDOWS                                                                                                  \
+    channel = (uint)from_k + t % OF(CHUNKS) * (16 / BYTES);                                                            \
+    tap_row = channel / CHANNELS;                                                                                      \
+    channel -= tap_row * CHANNELS;                                                                                     \
+    tap_col = tap_row % KERNEL_COLS;                                                                                   \
+    tap_row /= KERNEL_COLS;                                                                                            \
+    tap = tap_bits(tap_row, tap_col);                                                                                  \
+    FROM += (long)element_at(p, tap_row, tap_col, channel);
+#define NEXT_WINDOWS                                                                                                   \
+    FROM += TILE_K * BYTES;                                                                                            \
     channel += TILE_K;                                                                                                 \
     while (channel >= CHANNELS) {                                                                                      \
         channel -= CHANNELS;                                                                                           \
-        from_b += (int)(TAP_COL - CHANNELS) * BYTES;                                                                   \
-        if (++tap == KERNEL_COLS) {                                                                                    \
-            tap = 0;                                                                                                   \
-            from_b += (int)(TAP_ROW - KERNEL_COLS * TAP_COL) * BYTES;                                                  \
+        FROM += (long)((TAP_COL - (int)CHANNELS) * BYTES);                                                             \
+        NEXT_TAP_COL                                                                                                   \
+        if (++tap_col == KERNEL_COLS) {                                                                                \
+            tap_col = 0;                                                                                               \
+            tap_row++;                                                                                                 \
+            FROM += (long)((TAP_ROW - (int)KERNEL_COLS * TAP_COL) * BYTES);                                            \
+            NEXT_TAP_ROW                                                                                               \
         }                                                                                                              \
+        tap = tap_bits(tap_row, tap_col);                                                                              \
     }
+
+#if LEFT && !B_ALONG_K
+// The right matrix is a weight whose rows are matrices of the taps, as it lies: so many elements from tap to tap. Slices are inside of one.
+#define WEIGHT_ROW p.v[WINDOWS + 19]
+#define WEIGHT_COL p.v[WINDOWS + 20]
+#define NEXT_TAP_COL from_b += (WEIGHT_COL - CHANNELS * B_ROW) * BYTES;
+#define NEXT_TAP_ROW from_b += (WEIGHT_ROW - KERNEL_COLS * WEIGHT_COL) * BYTES;
+#define FIRST_B                                                                                                        \
+    const uint first_tap = (uint)from_k / CHANNELS;                                                                    \
+    AGAIN_B
+#define AGAIN_B                                                                                                        \
+    from_b += (j0 + ((uint)from_k - first_tap * CHANNELS) * B_ROW + first_tap / KERNEL_COLS * WEIGHT_ROW               \
+               + first_tap % KERNEL_COLS * WEIGHT_COL) * BYTES + t / B_CHUNKS * line_b + t % B_CHUNKS * 16;
+#else
+#define NEXT_TAP_COL
+#define NEXT_TAP_ROW
+#endif
 #else
 // Each copy of a slice is of another window in each: a work-item finds one of those that its warp copies, and all ask it.
 #define AT_ONCE (B_CHUNKS < 32 ? 32 / B_CHUNKS : 1)
-#define B_FROM(from, step, e) ((from) + of_lane(window, (e) * AT_ONCE + lane * AT_ONCE / 32))
-#define FIRST_B                                                                                                        \
-    uint found, window;                                                                                                \
-    AGAIN_B
-#define AGAIN_B                                                                                                        \
-    const uint element = (uint)j0 + t % B_CHUNKS * (16 / BYTES);                                                       \
-    from_b += element_at(p, element / CHANNELS, element % CHANNELS);                                                   \
+#define FINDER(e) ((e) * AT_ONCE + lane * AT_ONCE / 32)
+#define WINDOW_FROM(from, step, e) ((from) + (long)(int)of_lane((uint)window, FINDER(e)))
+#define WINDOW_INSIDE(e) ((of_lane(inside, FINDER(e)) & tap) == tap)
+#define FIRST_WINDOWS                                                                                                  \
+    uint found, inside, tap;                                                                                           \
+    int window;                                                                                                        \
+    AGAIN_WINDOWS
+#define AGAIN_WINDOWS                                                                                                  \
+    const uint element = FIRST_WINDOW + t % B_CHUNKS * (16 / BYTES), tap_of = element / CHANNELS;                      \
+    FROM += (long)element_at(p, tap_of / KERNEL_COLS, tap_of % KERNEL_COLS, element % CHANNELS);                       \
+    tap = tap_bits(tap_of / KERNEL_COLS, tap_of % KERNEL_COLS);                                                        \
     found = (uint)from_k + warp * 32 / B_CHUNKS + lane % AT_ONCE + lane / AT_ONCE * (THREADS / B_CHUNKS);              \
-    window = window_at(p, found);
-#define NEXT_B window = window_at(p, found += TILE_K);
+    window = window_at(p, found, &inside);
+#define NEXT_WINDOWS window = window_at(p, found += TILE_K, &inside);
 static inline uint of_lane(uint x, uint lane)
 {
     uint of;

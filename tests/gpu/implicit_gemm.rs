@@ -32,7 +32,8 @@ impl Case {
         Case { groups, ..self }
     }
 
-    /// The result and the gradients of images, weight and bias; images are channels-last, or views of larger ones with reversed rows.
+    /// The result and the gradients of images, weight and bias; images, weight and the result's gradient are channels-last, or images are views of
+    /// larger ones with reversed rows.
     fn made(&self, dtype: DType, last: bool, transposed: bool, device: Device) -> Result<Vec<Vec<f64>>> {
         let Case { n, groups, channels: [inner, outer], image: [h, w], kernel: [kh, kw], stride, padding, dilation } =
             *self;
@@ -46,7 +47,8 @@ impl Case {
         let (given, made) = if transposed { (o, c) } else { (c, o) };
         let whole = if last { put(&[n, h, w, given], 1)? } else { put(&[n, given, 2 * h, w], 1)? };
         let x = if last { whole.permute(&[0, 3, 1, 2])? } else { whole.slice(2, 1, None, 2)?.flip([3])? };
-        let (weight, bias) = (put(&[o, inner, kh, kw], 2)?, put(&[made], 3)?);
+        let (weights, bias) = (put(&if last { [o, kh, kw, inner] } else { [o, inner, kh, kw] }, 2)?, put(&[made], 3)?);
+        let weight = if last { weights.permute(&[0, 3, 1, 2])? } else { weights.shallow_clone() };
         let y = match transposed {
             false => {
                 x.conv2d(&weight, Some(&bias), ConvOptions { stride, padding: padding.into(), dilation, groups })?
@@ -58,14 +60,17 @@ impl Case {
                 x.conv_transpose2d(&weight, Some(&bias), options)?
             }
         };
-        assert!(y.is_contiguous());
-        y.backward_with(&put(y.shape().dims(), 4)?.detach())?;
-        let grads = [&whole, &weight, &bias].map(|t| values(&t.grad().unwrap()));
+        // In the order of the images on tensor cores, else row-major.
+        assert!(y.is_contiguous() || last && y.permute(&[0, 2, 3, 1])?.is_contiguous());
+        let [n, c, h, w] = [0, 1, 2, 3].map(|d| y.shape().dims()[d]);
+        let grad = if last { put(&[n, h, w, c], 4)?.permute(&[0, 3, 1, 2])? } else { put(&[n, c, h, w], 4)? };
+        y.backward_with(&grad.detach())?;
+        let grads = [&whole, &weights, &bias].map(|t| values(&t.grad().unwrap()));
         Ok(std::iter::once(values(&y.detach())).chain(grads).collect())
     }
 }
 
-const CASES: [Case; 21] = [
+const CASES: [Case; 25] = [
     case(2, [16, 24], [7, 9], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
     case(2, [64, 64], [8, 16], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
     case(1, [40, 136], [16, 16], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
@@ -85,6 +90,10 @@ const CASES: [Case; 21] = [
     case(2, [16, 160], [10, 12], [3, 4]).moves([1, 2], [3, 0], [2, 3]),
     case(9, [8, 8], [1, 65], [1, 4]).moves([1, 1], [0, 3], [1, 1]),
     case(2, [64, 64], [16, 10], [3, 3]).moves([2, 1], [1, 1], [1, 1]), // rows apart that are no whole vectors, of images that are
+    case(2, [24, 64], [10, 12], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // a weight that both passes read as it is
+    case(2, [24, 64], [9, 8], [1, 1]).moves([2, 2], [0, 0], [1, 1]),   // pixels that no window reaches
+    case(2, [64, 64], [9, 12], [3, 3]).moves([2, 2], [1, 1], [1, 1]).groups(2),
+    case(1, [16, 32], [4, 40], [1, 20]).moves([1, 1], [0, 9], [1, 1]), // more columns of taps than bits
     case(2, [124, 64], [12, 12], [1, 1]).moves([2, 2], [0, 0], [1, 1]), // channels that are filled up to a tile
     case(2, [252, 128], [12, 12], [1, 1]).moves([2, 2], [0, 0], [1, 1]),
 ];

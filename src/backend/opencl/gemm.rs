@@ -179,8 +179,8 @@ pub(crate) struct Chosen<'a> {
     /// Where the kernel adds up rows, and whether the launch has a tensor for that.
     pub(crate) sums: Option<&'a Tensor>,
     pub(crate) asked: bool,
-    /// The sizes of windows that the right matrix is read from: see `kernels/windows_mma.cl`.
-    pub(crate) windows: &'a [usize],
+    /// The numbers of windows that one of the matrices is: see `kernels/windows_mma.cl`.
+    pub(crate) windows: &'a [isize],
 }
 
 impl Chosen<'_> {
@@ -239,7 +239,7 @@ impl Chosen<'_> {
         if let Variant::Panel { height, .. } = variant {
             numbers.extend([height]);
         }
-        numbers.extend(windows.iter().copied());
+        numbers.steps(windows.iter().copied());
         launch.words(numbers.words);
         numbers.deferred.into_iter().for_each(|(at, word)| launch.defer(at, word));
         (2..operands.len()).for_each(|k| _ = launch.buffer(k));
@@ -373,7 +373,7 @@ fn vectors(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, Va
 fn wide(variant: Variant, plan: &GemmPlan, outs: &[&Tensor]) -> usize {
     let most = match variant {
         // Neighbours among their columns are not always neighbours in memory, or are filler.
-        Variant::Mma(mma) if matches!(mma.windows, Some(WindowsAs::ColumnsApart | WindowsAs::Rows)) => return 1,
+        Variant::Mma(mma) if matches!(mma.windows, Some(WindowsAs::ColumnsApart | WindowsAs::RowsApart)) => return 1,
         Variant::Mma(_) => 8,
         Variant::Tiled { .. } => NEIGHBOURS,
         _ => return 1,

@@ -1,5 +1,7 @@
 //! Matrix products on tensor cores: which problems `kernels/gemm_mma.cl` takes, and with which tiles.
 
+use smallvec::SmallVec;
+
 use crate::DType;
 use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 use crate::backend::problem::precision;
@@ -66,6 +68,9 @@ const SINGLE: [Tile; 5] = [
     mma_tile(64, 64, 16, (2, 2), 4),
 ];
 
+/// Columns of the narrowest tiles.
+const MIN_TILE: usize = 64;
+
 /// A kernel of the template; see there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Mma {
@@ -74,17 +79,35 @@ pub(crate) struct Mma {
     tile: Tile,
     a: Side,
     b: Side,
-    /// How windows form the right matrix; none for an ordinary matrix.
+    /// How windows form one of the matrices; none where both are in memory.
     pub(crate) windows: Option<WindowsAs>,
 }
 
-/// Whether windows are the columns or the rows of the right matrix: see `kernels/windows_mma.cl`.
+/// Whether windows are rows of the left matrix, or columns or rows of the right one, and whether their results follow one another: see
+/// `kernels/windows_mma.cl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WindowsAs {
-    /// Columns, whose results follow one another in an image, or have strides.
+    Left,
+    LeftApart,
+    /// Results follow one another in an image.
     Columns,
     ColumnsApart,
     Rows,
+    RowsApart,
+}
+
+impl WindowsAs {
+    pub(crate) fn is_left(self) -> bool {
+        matches!(self, WindowsAs::Left | WindowsAs::LeftApart)
+    }
+
+    fn are_columns(self) -> bool {
+        matches!(self, WindowsAs::Columns | WindowsAs::ColumnsApart)
+    }
+
+    pub(crate) fn are_apart(self) -> bool {
+        matches!(self, WindowsAs::LeftApart | WindowsAs::ColumnsApart | WindowsAs::RowsApart)
+    }
 }
 
 /// How a matrix lies in memory: whether along k, and the bytes that may be copied at once.
@@ -157,15 +180,15 @@ impl Mma {
         made.with_tile(tiles, plan, units, cores())
     }
 
-    /// The kernel whose right matrix is windows; the left matrix has the same order in memory, and lines of both are multiples of 16 bytes.
+    /// The kernel for windows; the other matrix is in memory along k or not, and lines of both are multiples of 16 bytes.
     pub(crate) fn of_windows(
         plan: &GemmPlan,
         dtype: DType,
-        windows: WindowsAs,
+        (windows, along_k): (WindowsAs, bool),
         units: usize,
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
-        let few = plan.m <= 64;
+        let few = plan.m <= 64 && !windows.is_left();
         let (tiles, planes, depth): (&[Tile], _, _) = match dtype {
             DType::F16 | DType::BF16 => (if few { FEW_ROWS[0] } else { &HALF }, 1, 32),
             DType::F32 => (if few { FEW_ROWS[1] } else { &SINGLE }, precision::planes(), 128),
@@ -174,8 +197,14 @@ impl Mma {
         if plan.k < depth || plan.k > i32::MAX as usize || plan.m.min(plan.n) < MIN_SIDE.0 {
             return None;
         }
-        let (side, windows) = (Side { along_k: windows != WindowsAs::Rows, copy: 16 }, Some(windows));
-        Mma { dtype, planes, tile: tiles[0], a: side, b: side, windows }.with_tile(tiles, plan, units, cores())
+        let side = |along_k: bool| Side { along_k, copy: 16 };
+        let of_windows = side(windows.is_left() || windows.are_columns());
+        let (a, b) = if windows.is_left() { (of_windows, side(along_k)) } else { (side(along_k), of_windows) };
+        // Of the right matrix no tile is more than half empty where there are smaller ones.
+        let narrow: SmallVec<[Tile; 8]> =
+            tiles.iter().copied().filter(|tile| tile.n < 2 * plan.n.max(MIN_TILE)).collect();
+        let tiles = if windows.is_left() { &narrow[..] } else { tiles };
+        Mma { dtype, planes, tile: tiles[0], a, b, windows: Some(windows) }.with_tile(tiles, plan, units, cores())
     }
 
     /// With the largest tile that occupies the device; else with the one that takes the least time, with parts.
@@ -347,7 +376,7 @@ mod tests {
         let tile = |[m, n, k]: [usize; 3], dtype, cores| {
             let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
             let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
-            let mma = Mma::of_windows(&plan, dtype, WindowsAs::Columns, 132, || cores)?;
+            let mma = Mma::of_windows(&plan, dtype, (WindowsAs::Columns, true), 132, || cores)?;
             assert!(mma.local_memory() <= cores.local && mma.a.along_k && mma.b.along_k);
             Some((mma.tile.m, mma.tile.n, mma.tile.wgmma))
         };
@@ -412,9 +441,9 @@ mod tests {
             for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
                 let b = Side { along_k: !a.along_k, copy: 16 };
                 let of = |windows| Mma { dtype: DType::F16, planes, tile, a, b, windows }.key();
-                keys.extend(
-                    [None, Some(WindowsAs::Columns), Some(WindowsAs::ColumnsApart), Some(WindowsAs::Rows)].map(of),
-                );
+                use WindowsAs::{Columns, ColumnsApart, Left, LeftApart, Rows, RowsApart};
+                let windows = [Left, LeftApart, Columns, ColumnsApart, Rows, RowsApart];
+                keys.extend([None].into_iter().chain(windows.map(Some)).map(of));
             }
         }
         let count = keys.len();

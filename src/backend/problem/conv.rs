@@ -8,8 +8,8 @@ pub(crate) trait Convolution: Send + Sync {
     fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
     /// The transposed convolution of windows.
     fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
-    /// Whether [`images`](Self::images) may be called: otherwise they are better made of columns.
-    fn makes_images(&self) -> bool {
+    /// Whether [`images`](Self::images) may be called, with a bias or without: otherwise they are better made of columns.
+    fn makes_images(&self, _biased: bool) -> bool {
         true
     }
     /// The gradient of the weight from images and the gradient of windows, or the other way round; in `slot`, which is contiguous,

@@ -10,7 +10,7 @@
 //!
 //! On the CPU, and on OpenCL devices where each channel of the image is a group and the window has at most 64 elements, a
 //! [`Convolution`] does all of it in one launch, and each gradient in one or two, without columns in memory. Where there are tensor cores
-//! it does so in three launches for most other windows: copies of images and weight whose channels are next to each other, and a product.
+//! it does so for most other windows, in one launch where images and weight are channels-last: otherwise copies of them that are come before.
 //! It saves the image for backward. So does the forward pass of OpenCL devices where it reads images; its gradients are products of columns.
 
 mod columns;
@@ -43,9 +43,12 @@ impl Tensor {
     }
 
     /// Each window's products with the weight, summed (PyTorch's `conv2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight`
-    /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows, contiguous. Floats. One launch for most
+    /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows. Floats. One launch for most
     /// cases on the CPU, for most windows where each channel is a group, and for windows of a single element; otherwise two launches, or
     /// three for a batch and on tensor cores. Differentiable in all three; then x and the weight are kept.
+    ///
+    /// The result is contiguous, but on tensor cores channels-last if x or the weight is: of strides as those of `[N, rows, columns, O]`,
+    /// as PyTorch has it. That takes one launch and no copy if both are, of channels in whole pieces of 16 bytes.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Padding, Tensor};
@@ -343,7 +346,7 @@ impl ConvProblem {
 
     /// The transposed convolution of windows, not recorded.
     fn images(self, direct: &dyn Convolution, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        match direct.makes_images() {
+        match direct.makes_images(bias.is_some()) {
             true => direct.images(y, weight, bias),
             false => ByColumns(self).images(&y.detach(), weight, bias.map(Tensor::detach).as_ref()),
         }

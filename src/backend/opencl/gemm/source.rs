@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use crate::backend::opencl::gemm::Variant;
 use crate::backend::opencl::gemm_mma::WindowsAs;
+use crate::backend::opencl::geometry::flag;
 use crate::backend::opencl::{gemm_mma, gemm_thin, implicit_gemm};
 use crate::expr::Expr;
 use crate::expr::program::Program;
@@ -42,7 +43,15 @@ pub(super) fn source(
     let (first, step) = (9 + 3 * batch, 3 + batch);
     let as_windows = if let Variant::Mma(mma) = variant { mma.windows } else { None };
     let windows = as_windows.is_some();
-    let column = if windows { "COLUMN(col_)" } else { "(col_)" };
+    // Where a result is: rows of the left matrix that are windows, or columns, may be apart.
+    let row_is_place = as_windows == Some(WindowsAs::LeftApart);
+    let column_is_place = as_windows
+        .is_some_and(|windows| matches!(windows, WindowsAs::Columns | WindowsAs::ColumnsApart | WindowsAs::RowsApart));
+    let place = |row: &str, column: &str, i: usize, at: usize| {
+        let row = if row_is_place { format!("PLACE({row})") } else { format!("({row}) * p.v[{}]", at + 1) };
+        let column = if column_is_place { format!("PLACE({column})") } else { format!("({column})") };
+        format!("at{i} + {row} + {column}")
+    };
     let mut operands = String::new();
     let mut starts = String::new();
     let mut call: Vec<String> = vec![format!("({c})(value)")];
@@ -56,7 +65,8 @@ pub(super) fn source(
         let _ = write!(starts, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
         let row = format!("at{i} + (i) * p.v[{}]", at + 1);
         if i < outs && windows {
-            let _ = write!(stores, "if (IS_COLUMN(j)) store_{t}_{compute:?}(p{i}, {row} + COLUMN(j), y{i}); ");
+            let place = place("i", "j", i, at);
+            let _ = write!(stores, "if (IS_PLACE(j)) store_{t}_{compute:?}(p{i}, {place}, y{i}); ");
         } else if i < outs {
             let _ = write!(stores, "store_{t}_{compute:?}(p{i}, {row} + (j) * p.v[{}], y{i}); ", at + 2);
         } else {
@@ -84,9 +94,9 @@ pub(super) fn source(
         let _ = writeln!(defines, "#define HEIGHT p.v[{numbers}]\n{convert}");
         numbers += 1;
     }
-    if windows {
-        let apart = if as_windows == Some(WindowsAs::ColumnsApart) { "#define APART\n" } else { "" };
-        let _ = writeln!(defines, "#define WINDOWS {numbers}\n{apart}");
+    if let Some(windows) = as_windows {
+        let (left, apart) = (windows.is_left() as u8, flag(windows.are_apart(), "APART"));
+        let _ = writeln!(defines, "#define WINDOWS {numbers}\n#define LEFT {left}\n{apart}");
         numbers += implicit_gemm::NUMBERS;
     }
     for i in 0..program.scalars() {
@@ -106,8 +116,7 @@ pub(super) fn source(
         let buffers = each(&|i, t| format!("{t}_t b{i}[WIDE]; "));
         let rounded = each(&|i, t| format!("b{i}[u] = to_{t}_{compute:?}(y{i}); "));
         let stored = each(&|i, t| {
-            let (raw, at) = (t.cl_storage(), first + i * step);
-            let place = format!("at{i} + (row_) * p.v[{}] + {column}", at + 1);
+            let (raw, place) = (t.cl_storage(), place("row_", "col_", i, first + i * step));
             format!("*(__global {raw}{wide}*)(p{i} + {place}) = vload{wide}(0, b{i}); ")
         });
         let _ = writeln!(
@@ -121,8 +130,8 @@ pub(super) fn source(
     }
     let halves = matches!(others[0], DType::F16 | DType::BF16);
     if matches!(variant, Variant::Mma(mma) if mma.rounds()) && wide == 8 && halves && !parts && is_product(program) {
-        let at = format!("at0 + (row_) * p.v[{}] + {column}", first + 1);
-        let _ = writeln!(defines, "#define ROUNDED \"{}\"\n#define RESULT_AT(row_, col_) (p0 + {at})", others[0]);
+        let place = place("row_", "col_", 0, first);
+        let _ = writeln!(defines, "#define ROUNDED \"{}\"\n#define RESULT_AT(row_, col_) (p0 + {place})", others[0]);
     }
     format!(
         "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {numbers}\n{}\

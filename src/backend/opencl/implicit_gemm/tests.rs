@@ -2,6 +2,7 @@ use std::cell::Cell;
 
 use crate::backend::opencl::implicit_gemm::*;
 use crate::device::DeviceKind;
+use crate::device::count_launches;
 use crate::device::opencl::{self, TensorCores};
 use crate::{ConvOptions, ConvTransposeOptions, Device, Padding};
 
@@ -36,9 +37,21 @@ __kernel void gemm(const __global CAT(A, _t)* a, const __global CAT(B, _t)* b, c
         if (row >= ROWS || col >= COLS) continue;
         float sum = 0;
         for (long k = 0; k < DEPTH; k++) {
-            const uint window = B_ALONG_K ? col : k, element = B_ALONG_K ? k : col;
-            const ulong at = window_at(p, window) + (ulong)element_at(p, element / CHANNELS, element % CHANNELS);
+            const uint window = LEFT ? row : B_ALONG_K ? col : k, element = LEFT || B_ALONG_K ? k : col;
+            const uint tap = element / CHANNELS, channel = element % CHANNELS, r = tap / KERNEL_COLS, c = tap % KERNEL_COLS;
+            uint inside;
+            const long at = window_at(p, window, &inside) + element_at(p, r, c, channel);
+            if ((inside & tap_bits(r, c)) != tap_bits(r, c)) continue;
+#if LEFT
+            const float x = CAT(load_, A)(a, a0 + at / BYTES);
+#if B_ALONG_K
+            sum += x * CAT(load_, B)(b, b0 + k * B_ROW + col * B_COL);
+#else
+            sum += x * CAT(load_, B)(b, b0 + channel * B_ROW + r * WEIGHT_ROW + c * WEIGHT_COL + col * B_COL);
+#endif
+#else
             sum += CAT(load_, A)(a, a0 + row * A_ROW + k * A_COL) * CAT(load_, B)(b, b0 + at / BYTES);
+#endif
         }
         FINISH(row, col, sum)
     }
@@ -71,16 +84,29 @@ impl Case {
         Case { options: ConvOptions { stride, padding: padding.into(), dilation, groups }, ..self }
     }
 
-    /// The result, and the gradients of images, weight and bias; with channels-last images or contiguous ones.
-    fn run(&self, device: Device, dtype: DType, last: bool, transposed: bool) -> [Vec<f64>; 4] {
+    fn windows(&self) -> Windows {
+        let ConvOptions { stride, dilation, padding, .. } = self.options;
+        let Padding::Explicit(padding) = padding else { unreachable!("cases give the padding") };
+        let (before, behind) = (padding.map(|p| p.0), padding.map(|p| p.1));
+        Windows::new("conv2d", self.image, self.kernel, [stride, before, behind, dilation]).unwrap()
+    }
+
+    /// The result, and the gradients of images, weight and bias; images, weight and the result's gradient are channels-last where `last` says so.
+    fn run(&self, device: Device, dtype: DType, last: [bool; 3], transposed: bool) -> [Vec<f64>; 4] {
         let Case { n, channels: [c, o], image: [h, w], kernel: [kh, kw], options } = *self;
-        let images = match last {
-            true => whole(&[n, h, w, c], 1, dtype, device).permute(&[0, 3, 1, 2]).unwrap(),
-            false => whole(&[n, c, h, w], 1, dtype, device),
+        let made = |[n, c, h, w]: [usize; 4], seed: usize, last: bool| match last {
+            true => whole(&[n, c, h, w], seed, dtype, device)
+                .permute(&[0, 2, 3, 1])
+                .unwrap()
+                .contiguous()
+                .unwrap()
+                .permute(&[0, 3, 1, 2])
+                .unwrap(),
+            false => whole(&[n, c, h, w], seed, dtype, device),
         };
-        let x = images.requires_grad_(true).unwrap();
+        let x = made([n, c, h, w], 1, last[0]).requires_grad_(true).unwrap();
         let (first, second) = if transposed { (c, o / options.groups) } else { (o, c / options.groups) };
-        let weight = whole(&[first, second, kh, kw], 2, dtype, device).requires_grad_(true).unwrap();
+        let weight = made([first, second, kh, kw], 2, last[1]).requires_grad_(true).unwrap();
         let bias = whole(&[o], 3, dtype, device).requires_grad_(true).unwrap();
         let y = match transposed {
             false => x.conv2d(&weight, Some(&bias), options),
@@ -91,7 +117,7 @@ impl Case {
             }
         };
         let y = y.unwrap();
-        y.backward_with(&whole(y.shape().dims(), 4, dtype, device)).unwrap();
+        y.backward_with(&made(four(&y), 4, last[2])).unwrap();
         let read =
             |t: &Tensor| t.to_dtype(DType::F64).unwrap().to_device(Device::Cpu).unwrap().to_vec::<f64>().unwrap();
         let [gx, gw, gb] = [&x, &weight, &bias].map(|t| read(&t.grad().unwrap()));
@@ -129,12 +155,24 @@ fn convolutions_and_their_gradients() {
         Case::new(2, [16, 40], [9, 8], [3, 3]).with([2, 2], one, one, 1),
         Case::new(1, [24, 32], [11, 13], [4, 5]).with([2, 2], [1, 2], one, 1),
         Case::new(2, [16, 72], [10, 12], [3, 4]).with([1, 2], [3, 0], [2, 3], 2),
+        Case::new(2, [16, 64], [6, 7], [3, 3]).with(one, one, one, 1), // a weight that both passes read as it is
+        Case::new(2, [16, 64], [9, 8], [3, 3]).with([2, 2], one, one, 1),
+        Case::new(1, [48, 128], [6, 5], [3, 2]).with([2, 1], one, [1, 2], 2),
+        Case::new(2, [24, 64], [8, 8], [1, 1]).with(one, none, one, 1),
+        Case::new(2, [24, 64], [8, 7], [1, 1]).with([2, 2], none, one, 1), // pixels that no window reaches
+        Case::new(1, [16, 32], [3, 40], [1, 20]).with(one, [0, 9], one, 1), // more columns of taps than bits
+        Case::new(1, [16, 64], [3, 40], [2, 35]).with([1, 2], [1, 30], one, 1),
     ];
     let device = Device::OpenCL(0);
     for (i, case) in cases.iter().enumerate() {
-        for (dtype, last, transposed) in
-            [(DType::F16, false, false), (DType::BF16, true, false), (DType::F32, false, true)]
-        {
+        for (dtype, last, transposed) in [
+            (DType::F16, [false, false, false], false),
+            (DType::F16, [false, true, false], false),
+            (DType::BF16, [true, true, true], false),
+            (DType::F32, [true, false, true], false),
+            (DType::F32, [false, false, true], true),
+            (DType::F16, [true, true, true], true),
+        ] {
             if transposed && case.options.groups * 8 > case.channels[1] {
                 continue;
             }
@@ -143,8 +181,53 @@ fn convolutions_and_their_gradients() {
                 pretending(|| case.run(device, dtype, last, transposed)),
             );
             for (k, name) in ["result", "images", "weight", "bias"].iter().enumerate() {
-                assert_eq!(got[k], want[k], "case {i}, {dtype}, channels last {last}, transposed {transposed}: {name}");
+                assert_eq!(
+                    got[k], want[k],
+                    "case {i}, {dtype}, channels last {last:?}, transposed {transposed}: {name}"
+                );
             }
+        }
+    }
+}
+
+/// Images, a weight and gradients with their channels innermost are read as they are, and so are results.
+#[test]
+fn channels_last_takes_no_copies() {
+    if opencl::count() == 0 {
+        return;
+    }
+    let device = Device::OpenCL(0);
+    let last = |dims: [usize; 4]| {
+        let [n, c, h, w] = dims;
+        whole(&[n, h, w, c], 1, DType::F16, device).permute(&[0, 3, 1, 2]).unwrap()
+    };
+    let (one, none) = ([1, 1], [0, 0]);
+    // Launches of the forward pass, of the gradient of images and of that of the weight.
+    let cases = [
+        (Case::new(2, [16, 64], [8, 8], [3, 3]).with(one, one, one, 1), [1, 1, 1]),
+        (Case::new(2, [16, 64], [8, 8], [3, 3]).with([2, 2], one, one, 1), [1, 4, 1]),
+        (Case::new(2, [32, 64], [8, 8], [1, 1]).with(one, none, one, 1), [1, 1, 1]),
+        (Case::new(2, [32, 64], [8, 8], [1, 1]).with([2, 2], none, one, 1), [1, 1, 1]), // and zeros
+        (Case::new(2, [32, 24], [8, 8], [3, 3]).with(one, one, one, 1), [1, 2, 1]), // taps of the weight that are no whole slices
+        (Case::new(2, [12, 64], [9, 9], [3, 3]).with(one, one, one, 1), [3, 2, 2]), // channels that are filled up
+    ];
+    for (i, (case, want)) in cases.into_iter().enumerate() {
+        let Case { n, channels: [c, o], image: [h, w], kernel: [kh, kw], .. } = case;
+        let windows = case.windows();
+        let (x, weight, y) = (last([n, c, h, w]), last([o, c, kh, kw]), last([n, o, windows.grid[0], windows.grid[1]]));
+        let single = [kh, kw] == [1, 1] && windows.grid == windows.image;
+        let made = pretending(|| ImplicitGemm::new(windows, &x, &weight, 1, single).unwrap());
+        let run = |f: &dyn Fn() -> Result<Tensor>| count_launches(|| pretending(|| f().unwrap()));
+        let (results, launches): (Vec<_>, Vec<_>) = [
+            run(&|| made.windows(&x, &weight, None)),
+            run(&|| made.images(&y, &weight, None)),
+            run(&|| made.weight(&x, &y, None)),
+        ]
+        .into_iter()
+        .unzip();
+        assert_eq!(launches, want, "case {i}");
+        for (made, like) in results.iter().zip([&y, &x, &weight]) {
+            assert_eq!(is_last(made), is_last(like), "case {i}");
         }
     }
 }
@@ -185,17 +268,14 @@ fn what_is_left_to_columns() {
     }
     let device = Device::OpenCL(0);
     let of = |case: Case, dtype: DType| {
-        let ([c, o], ConvOptions { stride, dilation, groups, padding }) = (case.channels, case.options);
-        let Padding::Explicit(padding) = padding else { unreachable!("cases give the padding") };
-        let (before, behind) = (padding.map(|p| p.0), padding.map(|p| p.1));
-        let w = Windows::new("conv2d", case.image, case.kernel, [stride, before, behind, dilation]).unwrap();
+        let ([c, o], ConvOptions { groups, .. }, w) = (case.channels, case.options, case.windows());
         let single = case.kernel == [1, 1] && w.grid == w.image;
         let [kh, kw] = case.kernel;
         let (x, weight) = (
             whole(&[case.n, c, case.image[0], case.image[1]], 1, dtype, device),
             whole(&[o, c / groups, kh, kw], 2, dtype, device),
         );
-        pretending(|| ImplicitGemm::new(w, &x, &weight, groups, single).map(|made| made.makes_images()))
+        pretending(|| ImplicitGemm::new(w, &x, &weight, groups, single).map(|made| made.makes_images(false)))
     };
     let (one, none) = ([1, 1], [0, 0]);
     let plain = |channels, kernel| Case::new(2, channels, [14, 14], kernel).with(one, none, one, 1);
