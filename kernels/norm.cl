@@ -1,6 +1,6 @@
 // Rows brought to mean 0 and variance 1, or to a mean square of 1, with a factor and a shift: the layers named norm. A row is
 // two dims of a view of four, [rows, inner rows | outer, inner], so that a channel of a batch is one as well. The host
-// gives A (dtype), ACC and ACC_NAME, IDX, FLAT where rows have one outer index, RMS where means stay as they are, BACKWARD
+// gives A (dtype), W (dtype of weights, A where they are not a whole row's), ACC and ACC_NAME, IDX, FLAT where rows have one outer index, RMS where means stay as they are, BACKWARD
 // for the gradient, WEIGHT and BIAS where there are some, and WEIGHTED_ROWS where a weight is a whole row's. Processors: one
 // work-item a row. GPUs: LANES work-items of a group of GROUP keep a row in registers, CACHED times VEC neighbours each (loaded
 // as WIDE_T where VEC is above 1), so that it is read once. Longer rows are cut in `slices` of `chunk` elements, which go
@@ -16,7 +16,9 @@ typedef struct {
 
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
+typedef __global const CAT(W, _t) *Weights;
 #define LOAD CAT(load_, A)
+#define LOAD_WEIGHT CAT(load_, W)
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
 #ifdef FLAT
@@ -33,12 +35,12 @@ typedef __global CAT(A, _t) *Out;
 #define FORWARDS_INPUT
 #endif
 #ifdef WEIGHT
-#define ITS_WEIGHT In w, ulong w_at,
+#define ITS_WEIGHT Weights w, ulong w_at,
 #else
 #define ITS_WEIGHT
 #endif
 #ifdef BIAS
-#define ITS_BIAS In b, ulong b_at,
+#define ITS_BIAS Weights b, ulong b_at,
 #else
 #define ITS_BIAS
 #endif
@@ -79,13 +81,13 @@ __kernel void norm(PARAMETERS) {
     const ulong xa = ROW(x_at, d.x), ya = ROW(y_at, d.y);
 #ifdef WEIGHT
     const ulong wa = ROW(w_at, d.w);
-#define TIMES_WEIGHT * LOAD(w, AT(wa, d.w))
+#define TIMES_WEIGHT * LOAD_WEIGHT(w, AT(wa, d.w))
 #else
 #define TIMES_WEIGHT
 #endif
 #ifdef BIAS
     const ulong ba = ROW(b_at, d.b);
-#define PLUS_BIAS + LOAD(b, AT(ba, d.b))
+#define PLUS_BIAS + LOAD_WEIGHT(b, AT(ba, d.b))
 #else
 #define PLUS_BIAS
 #endif
@@ -116,8 +118,8 @@ __kernel void norm(PARAMETERS) {
     sums[sums_at + r] = sum;
     sums[sums_at + count + r] = product;
 #ifdef WEIGHT
-    sum *= LOAD(w, wa);
-    product *= LOAD(w, wa);
+    sum *= LOAD_WEIGHT(w, wa);
+    product *= LOAD_WEIGHT(w, wa);
 #endif
 #else
     SUM(sum, LOAD(x, AT(xa, d.x)) TIMES_WEIGHT);
@@ -165,11 +167,11 @@ static inline void put(Out y, ulong at, const ACC *v) {
 }
 
 // What VEC neighbours are multiplied by, or what is added to them.
-static inline void factors(ACC *v, In w, ulong at) {
+static inline void factors(ACC *v, Weights w, ulong at) {
 #ifdef EACH
     get(v, w, at);
 #else
-    const ACC f = LOAD(w, at);
+    const ACC f = LOAD_WEIGHT(w, at);
     #pragma unroll
     for (int j = 0; j < VEC; ++j)
         v[j] = f;
@@ -226,7 +228,7 @@ static inline Two sums_of(const ACC *g, const ACC *z) {
 }
 
 #if defined(WEIGHT) && !defined(WEIGHTED_ROWS)
-static inline void weigh(ACC *v, In w, ulong at, long s2, long s3, IDX inner, IDX e, IDX stop) {
+static inline void weigh(ACC *v, Weights w, ulong at, long s2, long s3, IDX inner, IDX e, IDX stop) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
         if (e < stop) {
@@ -417,7 +419,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
             sums[sums_at + count + r] = s.y;
         }
 #ifdef WEIGHT
-        weight = LOAD(w, ROW(w_at, d.w));
+        weight = LOAD_WEIGHT(w, ROW(w_at, d.w));
 #endif
 #endif
 #ifdef RMS

@@ -77,14 +77,22 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
 }
 #else
 
-// The position of p in an [n, c, rows, columns] result.
+// The position of p in an [n, c, rows, columns] result, or with LAST one that has its channels innermost.
+#ifdef LAST
+#define CHANNEL_LAST const long c = (long)next_index(&n, (IDX)w.c);
+#define CHANNEL_FIRST
+#else
+#define CHANNEL_LAST
+#define CHANNEL_FIRST const long c = (long)next_index(&n, (IDX)w.c);
+#endif
 #define POSITION(rows, columns)                                                                                        \
     const IDX p = (IDX)get_global_id(0);                                                                               \
     if (p >= (IDX)count)                                                                                               \
         return;                                                                                                        \
     IDX n = p;                                                                                                         \
+    CHANNEL_LAST                                                                                                       \
     const INT v = (INT)next_index(&n, (IDX)(columns)), h = (INT)next_index(&n, (IDX)(rows));                           \
-    const long c = (long)next_index(&n, (IDX)w.c);                                                                     \
+    CHANNEL_FIRST                                                                                                      \
     x_at += (long)n * w.x[0] + c * w.x[1]
 
 // What a mean is divided by: `divide` where that is above 0; else the window's elements, with 0 those in the padding too.
@@ -201,11 +209,17 @@ __kernel void window(__read_only image2d_t x, __global CAT(A, _t) *y, ulong y_at
 #endif
 
 #ifdef UNMAX
-// index is contiguous, [n, c, windows].
+// index is contiguous, [n, c, windows], or with LAST [n, windows, c].
 __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at,
                      __global const long *index, ulong index_at, Windows w, ulong count) {
     POSITION(w.image[0], w.image[1]);
+#ifdef LAST
+    const INT between = (INT)w.c;
+    index_at += (ulong)n * w.grid[0] * w.grid[1] * w.c + c;
+#else
+    const INT between = 1;
     index_at += ((ulong)n * w.c + c) * w.grid[0] * w.grid[1];
+#endif
     INT top, bottom, left, right;
     holders(&w, 0, h, &top, &bottom);
     holders(&w, 1, v, &left, &right);
@@ -213,7 +227,7 @@ __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _
     const INT here = h * (INT)w.image[1] + v;
     for (INT oh = top; oh <= bottom; ++oh)
         for (INT ow = left; ow <= right; ++ow)
-            if (index[index_at + oh * (INT)w.grid[1] + ow] == here)
+            if (index[index_at + (ulong)(oh * (INT)w.grid[1] + ow) * between] == here)
                 sum += LOAD(x, x_at + oh * w.x[2] + ow * w.x[3]);
     STORE(y, y_at + p, sum);
 }

@@ -67,6 +67,7 @@ pub(crate) use dtype::{Compute, elements};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Excerpt, Result, for_each_part, in_steps};
 pub use graph::Graph;
+pub use layout::memory_format::MemoryFormat;
 pub use layout::shape::{NewShape, Shape};
 pub use ops::{
     Assigned, AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, DimList, Expr,

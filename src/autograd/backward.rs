@@ -342,7 +342,7 @@ fn accumulate(leaf: &Leaf, grad: &mut Gradient) -> Result<Tensor> {
             Ok(slot.shallow_clone())
         }
         // A gradient that others can see (an expanded view, the caller's own tensor) becomes the leaf's own.
-        (None, None) if !tensor.storage.is_unique() || !tensor.is_contiguous() => tensor.copied(false),
+        (None, None) if !tensor.storage.is_unique() || !tensor.layout.is_dense() => tensor.copied(false),
         (None, _) => Ok(tensor),
     }
 }

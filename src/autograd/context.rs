@@ -156,7 +156,7 @@ impl Gradient {
 
     /// The sum of both; in place where one of them is nobody else's and part of no graph.
     pub(super) fn add(self, other: Tensor) -> Result<Gradient> {
-        let owned = |t: &Tensor| !t.requires_grad() && t.storage.is_unique() && t.is_contiguous();
+        let owned = |t: &Tensor| !t.requires_grad() && t.storage.is_unique() && t.layout.is_dense();
         let untracked = !other.requires_grad();
         let (tensor, in_slot) = match self {
             Gradient::Tensor { tensor, in_slot, multiplied } => {

@@ -152,8 +152,11 @@ impl Tensor {
 
     /// An error unless gradients of this tensor can be written to `view`.
     fn check_slot(&self, op: &'static str, view: &Tensor) -> Result<()> {
-        if !view.is_contiguous() {
-            return Err(Error::invalid(op, "gradients are written to a contiguous view, this one is none"));
+        if !view.layout.is_dense() {
+            return Err(Error::invalid(
+                op,
+                "gradients are written to a view that lies in one piece, this one does not",
+            ));
         }
         self.check_like(op, view, "a gradient has the shape of its leaf")
     }

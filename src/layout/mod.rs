@@ -2,6 +2,7 @@
 
 pub(crate) mod collapse;
 pub(crate) mod dims;
+pub(crate) mod memory_format;
 pub(crate) mod shape;
 
 #[cfg(test)]

@@ -59,7 +59,7 @@ pub use upsample::{PixelShuffle, PixelUnshuffle, Upsample};
 use std::collections::HashSet;
 
 use crate::storage::Caller;
-use crate::{DType, Device, Error, Result, Tensor, for_each_part, no_grad};
+use crate::{DType, Device, Error, MemoryFormat, Result, Tensor, for_each_part, no_grad};
 
 /// A layer or a network: a function of one tensor with parameters. [`Forward`] is for other inputs.
 ///
@@ -239,7 +239,7 @@ pub trait Module: Send + Sync {
     #[track_caller]
     fn to_device(&mut self, device: Device) -> Result<()> {
         let _caller = Caller::enter();
-        replace(self, |t| t.to_device(device))
+        replace(self, true, |t| t.to_device(device))
     }
 
     /// Converts all tensors of floats, gradients too. An optimiser of the parameters goes on with them, and its state follows at
@@ -252,7 +252,38 @@ pub trait Module: Send + Sync {
     fn to_dtype(&mut self, dtype: DType) -> Result<()> {
         let _caller = Caller::enter();
         dtype.check_float("to_dtype")?;
-        replace(self, |t| if t.dtype().is_float() { t.to_dtype(dtype) } else { Ok(t.detach()) })
+        replace(self, true, |t| if t.dtype().is_float() { t.to_dtype(dtype) } else { Ok(t.detach()) })
+    }
+
+    /// Brings the weights of as many dims as the format has, four or five, to this order in memory, gradients too (PyTorch's
+    /// `model.to(memory_format=torch.channels_last)`). Layers then keep the format of images that come in it, and convolutions
+    /// on tensor cores need no copies. Values, names and what is saved stay as they are. Best before an optimiser is made: one
+    /// goes on with the parameters at its next step, but no longer updates all of them in one launch.
+    ///
+    /// ```
+    /// use claystone::nn::{Activation, BatchNorm2d, Conv2d, Module, Sequential};
+    /// use claystone::{ConvOptions, Device, MemoryFormat, Tensor};
+    /// let conv = Conv2d::new(3, 8, [3, 3], ConvOptions::default(), Device::Cpu)?;
+    /// let mut net = Sequential::new().push(conv).push(BatchNorm2d::new(8, Device::Cpu)?).push(Activation::Relu);
+    /// net.to_memory_format(MemoryFormat::ChannelsLast)?;
+    /// let images = Tensor::zeros([2, 3, 8, 8], Device::Cpu)?.to_memory_format(MemoryFormat::ChannelsLast)?;
+    /// assert_eq!(net.forward(&images)?.shape().dims(), [2, 8, 6, 6]);
+    /// assert!(net.parameters()[0].is_contiguous_in(MemoryFormat::ChannelsLast));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`], as for [`Module::to_device`].
+    #[track_caller]
+    fn to_memory_format(&mut self, format: MemoryFormat) -> Result<()> {
+        let _caller = Caller::enter();
+        let rank = match format {
+            MemoryFormat::ChannelsLast => Some(4),
+            MemoryFormat::ChannelsLast3d => Some(5),
+            MemoryFormat::Contiguous => None,
+        };
+        let concerned = |t: &Tensor| rank.is_none_or(|rank| t.rank() == rank);
+        replace(self, false, |t| if concerned(t) { t.to_memory_format(format) } else { Ok(t.detach()) })
     }
 }
 
@@ -261,12 +292,12 @@ fn is_new_parameter(role: Role, t: &Tensor, seen: &mut HashSet<u64>) -> bool {
     role == Role::Parameter && t.leaf_id().is_none_or(|leaf| seen.insert(leaf))
 }
 
-/// Replaces each tensor by what `f` makes of it outside the graph.
-fn replace<M: Module + ?Sized>(module: &mut M, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<()> {
+/// Replaces each tensor by what `f` makes of it outside the graph; with `whole`, buffers of optimisers as a whole.
+fn replace<M: Module + ?Sized>(module: &mut M, whole: bool, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<()> {
     let (mut result, mut buffers) = (Ok(()), Vec::new());
     module.visit_mut("", &mut |_, _, t| {
         if result.is_ok() {
-            match converted(t, &f, &mut buffers) {
+            match converted(t, whole, &f, &mut buffers) {
                 Ok(new) => *t = new,
                 Err(e) => result = Err(e),
             }
@@ -276,9 +307,10 @@ fn replace<M: Module + ?Sized>(module: &mut M, f: impl Fn(&Tensor) -> Result<Ten
 }
 
 /// What `f` makes of a tensor of a module: of a parameter a leaf that stands for it from now on, with its gradient. `buffers`
-/// are those of optimisers, before and after: each is converted as a whole, so that what lay in one does so afterwards.
+/// are those of optimisers, before and after: with `whole` each is converted as a whole, so that what lay in one does so afterwards.
 fn converted(
     t: &Tensor,
+    whole: bool,
     f: &impl Fn(&Tensor) -> Result<Tensor>,
     buffers: &mut Vec<(Tensor, Tensor)>,
 ) -> Result<Tensor> {
@@ -297,7 +329,7 @@ fn converted(
         )?;
         buffers[at].1.as_strided(part.shape(), part.strides(), part.offset())
     };
-    let slot = t.grad_slot();
+    let slot = if whole { t.grad_slot() } else { None };
     // Only an optimiser has buffers of parameters and of gradients that are alike.
     let alike = |slot: &Tensor| slot.offset() == t.offset() && slot.storage().nbytes() == t.storage().nbytes();
     let data = if slot.as_ref().is_some_and(alike) { in_buffer(&t)? } else { f(&t.detach())? };

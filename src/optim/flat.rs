@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use smallvec::SmallVec;
 
 use crate::storage::Storage;
-use crate::{DType, Device, Error, Graph, Result, Shape, Tensor, no_grad};
+use crate::{DType, Device, Error, Graph, MemoryFormat, Result, Shape, Tensor, no_grad};
 
 /// The parameters of a group. They are moved into one buffer, and their gradients into another, except for those whose memory
 /// somebody else holds too (another optimiser, a state dict, a tied layer): these stay where everybody sees them change.
@@ -32,6 +32,19 @@ struct Parameter {
     elements: Range<usize>,
     /// Whether it and its gradient lie right behind those of the parameter before.
     is_adjacent: bool,
+}
+
+impl Parameter {
+    /// Whether it and its gradient lie in one piece in the same order, which that of the state is then.
+    fn is_flat(&self) -> bool {
+        let format = self.leaf.memory_format();
+        self.leaf.is_contiguous_in(format) && self.slot.is_contiguous_in(format)
+    }
+
+    /// The order of its elements in flat buffers of the state.
+    fn format(&self) -> MemoryFormat {
+        if self.is_flat() { self.leaf.memory_format() } else { MemoryFormat::Contiguous }
+    }
 }
 
 /// The consecutive parameters that one launch updates.
@@ -70,11 +83,23 @@ impl FlatBuffer {
         Ok(FlatBuffer { buffer: Tensor::zeros(sizes.fold(0, usize::saturating_add), (dtype, device))?, used: 0 })
     }
 
-    fn take(&mut self, shape: &Shape) -> Result<Tensor> {
-        let part = self.buffer.narrow(0, self.used, shape.numel())?.view(shape)?;
-        self.used += shape.numel();
-        Ok(part)
+    /// Room for a tensor like this, in its memory format.
+    fn take(&mut self, like: &Tensor) -> Result<Tensor> {
+        let part = self.buffer.narrow(0, self.used, like.numel())?;
+        self.used += like.numel();
+        shaped(&part, like.shape(), like.memory_format())
     }
+}
+
+/// As many elements in a row as a tensor of this shape that lies in this format.
+fn shaped(flat: &Tensor, shape: &Shape, format: MemoryFormat) -> Result<Tensor> {
+    if format == MemoryFormat::Contiguous {
+        return flat.view(shape);
+    }
+    let (dims, last) = (shape.dims(), shape.rank() as isize - 1);
+    let in_memory: Shape = [dims[0]].iter().chain(&dims[2..]).chain([&dims[1]]).copied().collect();
+    let order: SmallVec<[isize; 5]> = [0, last].into_iter().chain(1..last).collect();
+    flat.view(in_memory)?.permute(&order)
 }
 
 /// `n` elements of `t`'s storage, one after another, from `offset` on.
@@ -82,20 +107,25 @@ fn flat_view(t: &Tensor, offset: usize, n: usize) -> Result<Tensor> {
     t.detach().as_strided(n, &[1], offset)
 }
 
+/// Whether the elements lie one after another, in whatever order.
+fn is_dense(t: &Tensor) -> bool {
+    t.is_contiguous_in(t.memory_format())
+}
+
 /// Whether `next` begins where `t` ends.
 fn are_adjacent(t: &Tensor, next: &Tensor) -> bool {
-    t.is_contiguous()
-        && next.is_contiguous()
+    is_dense(t)
+        && is_dense(next)
         && t.shares_storage(next)
         && t.dtype() == next.dtype()
         && t.offset() + t.numel() == next.offset()
 }
 
-/// The elements of tensors in as few views as can be, in order: contiguous neighbours in one storage are one.
+/// The elements of tensors in as few views as can be, in the order in memory: neighbours in one storage that have no gaps are one.
 pub(crate) fn joined_views(tensors: impl IntoIterator<Item = Tensor>) -> Result<Vec<Tensor>> {
     let mut views: Vec<Tensor> = Vec::new();
     for t in tensors.into_iter().filter(|t| t.numel() > 0) {
-        if !t.is_contiguous() {
+        if !is_dense(&t) {
             views.push(t);
             continue;
         }
@@ -150,17 +180,20 @@ impl Flat {
         for ((p, slot), &moves) in parameters.iter().zip(slots).zip(&moves) {
             let leaf = match moves {
                 true => {
-                    let view = values.take(p.shape())?;
+                    let view = values.take(p)?;
                     no_grad(|| view.copy_(p))?;
                     p.with_data(view)?
                 }
                 false => p.shallow_clone(),
             };
-            let slot = slot.map_or_else(|| grads.take(p.shape()), Ok)?;
+            let slot = slot.map_or_else(|| grads.take(p), Ok)?;
             let before = made.last();
             let start = before.map_or(0, |before| before.elements.end);
-            let is_adjacent = before.is_some_and(|b| are_adjacent(&b.leaf, &leaf) && are_adjacent(&b.slot, &slot));
-            made.push(Parameter { leaf, slot, elements: start..start + p.numel(), is_adjacent });
+            let adjacent = |b: &Parameter| are_adjacent(&b.leaf, &leaf) && are_adjacent(&b.slot, &slot) && b.is_flat();
+            let is_adjacent = before.is_some_and(adjacent);
+            let mut own = Parameter { leaf, slot, elements: start..start + p.numel(), is_adjacent };
+            own.is_adjacent &= own.is_flat();
+            made.push(own);
         }
         let mut flat = Flat {
             dtype,
@@ -221,8 +254,22 @@ impl Flat {
 
     /// What a flat buffer of the state holds for the i-th parameter, in its shape.
     pub(super) fn parameter_state(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
-        let Parameter { leaf, elements, .. } = &self.parameters[i];
-        flat.detach().narrow(0, elements.start, elements.len())?.view(leaf.shape())
+        let parameter @ Parameter { leaf, elements, .. } = &self.parameters[i];
+        shaped(&flat.detach().narrow(0, elements.start, elements.len())?, leaf.shape(), parameter.format())
+    }
+
+    /// A flat buffer of another that had the same parameters, in the dtype, on the device and in the order of this one.
+    pub(super) fn state_of(&self, other: &Flat, state: &Tensor) -> Result<Tensor> {
+        let converted = state.to(self.state_dtype(), self.device())?;
+        let format = |p: &Parameter| p.format();
+        if self.parameters.iter().map(format).eq(other.parameters.iter().map(format)) {
+            return Ok(converted);
+        }
+        let made = converted.empty_like()?;
+        for i in 0..self.count() {
+            self.parameter_state(&made, i)?.copy_(&other.parameter_state(&converted, i)?)?;
+        }
+        Ok(made)
     }
 
     pub(super) fn device(&self) -> Device {
@@ -258,7 +305,7 @@ impl Flat {
             let first = &run[0];
             let elements = first.elements.start..run.last().map_or(0, |p| p.elements.end);
             let of = |t: &Tensor, offset| flat_view(t, offset, elements.len());
-            let source = if first.leaf.is_contiguous() {
+            let source = if first.is_flat() {
                 of(&first.leaf, first.leaf.offset())?
             } else {
                 first.leaf.detach().contiguous()?.flatten(0, -1)?
@@ -290,12 +337,11 @@ impl Flat {
         Ok(Some(runs))
     }
 
-    /// The elements of `t` for a run, its first element at `offset`: flat, or in one parameter's shape where that is not
-    /// contiguous.
+    /// The elements of `t` for a run, its first element at `offset`: flat, or in one parameter's shape where that is not.
     fn slice(&self, run: &Run, t: &Tensor, offset: usize) -> Result<Tensor> {
-        let leaf = &self.parameters[run.parameters.start].leaf;
+        let first = &self.parameters[run.parameters.start];
         let flat = flat_view(t, offset, run.elements.len())?;
-        if leaf.is_contiguous() { Ok(flat) } else { flat.view(leaf.shape()) }
+        if first.is_flat() { Ok(flat) } else { flat.view(first.leaf.shape()) }
     }
 
     /// What a flat buffer of the state holds for a run.
@@ -305,9 +351,11 @@ impl Flat {
 
     /// What a run's launch reads and writes, besides the optimiser's state.
     pub(super) fn step_tensors(&self, run: &Run) -> Result<StepTensors> {
-        let Parameter { leaf, slot, .. } = &self.parameters[run.parameters.start];
-        let weights = if leaf.is_contiguous() { self.slice(run, leaf, leaf.offset())? } else { leaf.detach() };
-        let grads = self.slice(run, slot, slot.offset())?;
+        let first @ Parameter { leaf, slot, .. } = &self.parameters[run.parameters.start];
+        let (weights, grads) = match first.is_flat() {
+            true => (self.slice(run, leaf, leaf.offset())?, self.slice(run, slot, slot.offset())?),
+            false => (leaf.detach(), slot.detach()),
+        };
         Ok(match &self.master {
             Some(master) => StepTensors { weights: self.state_slice(run, master)?, grads, rounded: Some(weights) },
             None => StepTensors { weights, grads, rounded: None },

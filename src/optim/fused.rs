@@ -224,7 +224,7 @@ impl<R: Rule> Group<R> {
             }
             e => e,
         })?;
-        let converted = |state: &Tensor| state.to(flat.state_dtype(), flat.device());
+        let converted = |state: &Tensor| flat.state_of(&self.flat, state);
         self.state = self.state.iter().map(converted).collect::<Result<_>>()?;
         self.flat = Arc::new(flat);
         self.launches.clear();

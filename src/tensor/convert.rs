@@ -67,8 +67,8 @@ impl Tensor {
         }
     }
 
-    /// This tensor on `device`: itself where it is there already, otherwise a contiguous copy of exactly its elements
-    /// (PyTorch's `to`). Differentiable: the gradient goes back.
+    /// This tensor on `device`: itself where it is there already, otherwise a copy of exactly its elements in its
+    /// [memory format](Tensor::memory_format) (PyTorch's `to`). Differentiable: the gradient goes back.
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`] and device failures.
@@ -79,8 +79,9 @@ impl Tensor {
         if device == home {
             return Ok(self.shallow_clone());
         }
-        let source = self.detach().contiguous()?;
-        let out = Tensor::empty_like_shape(self.shape(), self.dtype, device)?;
+        let source = self.detach().to_memory_format(self.memory_format())?;
+        let layout = Layout::in_format(self.shape().clone(), self.memory_format());
+        let out = Tensor::empty_like_layout(layout, self.dtype, device)?;
         let size = self.dtype.size();
         out.storage.copy_from(0, &source.storage, source.layout.offset * size, self.numel() * size, true)?;
         Ok(record_unary_twice("to_device", out, self, move |grad| grad.to_device(home)))

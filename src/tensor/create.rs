@@ -110,40 +110,48 @@ impl Tensor {
         Ok(out)
     }
 
-    /// [`Tensor::empty`] of this tensor's shape, dtype and device.
+    /// [`Tensor::empty`] of this tensor's shape, memory format, dtype and device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn empty_like(&self) -> Result<Tensor> {
-        Tensor::empty(self.shape(), self)
+        Ok(Tensor::empty(self.shape(), self)?.in_format_of(self))
     }
 
-    /// [`Tensor::zeros`] of this tensor's shape, dtype and device.
+    /// [`Tensor::zeros`] of this tensor's shape, memory format, dtype and device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn zeros_like(&self) -> Result<Tensor> {
-        Tensor::zeros(self.shape(), self)
+        Ok(Tensor::zeros(self.shape(), self)?.in_format_of(self))
     }
 
-    /// [`Tensor::ones`] of this tensor's shape, dtype and device.
+    /// [`Tensor::ones`] of this tensor's shape, memory format, dtype and device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     #[track_caller]
     pub fn ones_like(&self) -> Result<Tensor> {
-        Tensor::ones(self.shape(), self)
+        Ok(Tensor::ones(self.shape(), self)?.in_format_of(self))
     }
 
-    /// [`Tensor::full`] of this tensor's shape, dtype and device.
+    /// [`Tensor::full`] of this tensor's shape, memory format, dtype and device.
     ///
     /// # Errors
     /// As [`Tensor::full`].
     #[track_caller]
     pub fn full_like(&self, value: impl Into<Scalar>) -> Result<Tensor> {
-        Tensor::full(self.shape(), value, self)
+        Ok(Tensor::full(self.shape(), value, self)?.in_format_of(self))
+    }
+}
+
+impl Tensor {
+    /// A new row-major tensor, whose elements are all alike, in the memory format of another of its shape.
+    fn in_format_of(mut self, other: &Tensor) -> Tensor {
+        self.layout = Layout::in_format(self.layout.shape, other.memory_format());
+        self
     }
 }
 

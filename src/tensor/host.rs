@@ -80,9 +80,11 @@ impl Tensor {
 
     /// A copy on the CPU, contiguous, of one handle, outside the graph.
     fn host_copy(&self) -> Result<Tensor> {
+        let rows = self.detach().contiguous()?;
         match self.device().is_cpu() {
-            true => self.copied(true),
-            false => self.detach().to_device(Device::default()),
+            true if self.is_contiguous() => rows.copied(true),
+            true => Ok(rows),
+            false => rows.to_device(Device::default()),
         }
     }
 }

@@ -27,9 +27,10 @@ use std::sync::Arc;
 
 use crate::autograd::{Group, Node};
 use crate::storage::Storage;
-use crate::{DType, Device, Result, Stream};
+use crate::{DType, Device, MemoryFormat, Result, Stream};
 
 pub(crate) use crate::layout::Layout;
+pub(crate) use crate::layout::memory_format::result_layout;
 pub(crate) use crate::layout::shape::Dims;
 pub use crate::layout::shape::{NewShape, Shape};
 pub use host::HostArray;
@@ -65,6 +66,12 @@ impl Tensor {
         let shape = shape.into();
         let storage = Storage::alloc(device, shape.bytes(dtype.size()))?;
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
+    }
+
+    /// As [`Tensor::empty_like_shape`], with a layout that lies in one piece from the start of the storage.
+    pub(crate) fn empty_like_layout(layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
+        let storage = Storage::alloc(device, layout.shape.bytes(dtype.size()))?;
+        Ok(Tensor::new(storage, layout, dtype))
     }
 
     /// The only tensor so far on this storage.
@@ -129,6 +136,25 @@ impl Tensor {
     /// Whether the elements lie one after another in row-major order.
     pub fn is_contiguous(&self) -> bool {
         self.layout.is_contiguous()
+    }
+
+    /// Whether the elements lie one after another in this order (PyTorch's `is_contiguous(memory_format=...)`). Dims of one element have
+    /// no order, so that a tensor may be contiguous in several formats.
+    ///
+    /// ```
+    /// use claystone::{Device, MemoryFormat, Tensor};
+    /// let images = Tensor::zeros([2, 8, 8, 3], Device::Cpu)?.permute(&[0, 3, 1, 2])?; // as image files have them
+    /// assert!(images.is_contiguous_in(MemoryFormat::ChannelsLast) && !images.is_contiguous());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn is_contiguous_in(&self, format: MemoryFormat) -> bool {
+        self.layout.is_in(format)
+    }
+
+    /// The format that results of operations on this tensor have: with the channels last where it lies so and not
+    /// row-major, else [`MemoryFormat::Contiguous`], of other strides too.
+    pub fn memory_format(&self) -> MemoryFormat {
+        self.layout.format()
     }
 
     /// The bytes beneath, which views share.

@@ -56,7 +56,7 @@ fn computed(
     };
     // What is done to floats gives floats of the same dtype.
     let owned = t.storage.is_unique() && !t.requires_grad() && t.dtype.is_float();
-    let free = owned && t.is_contiguous() && right.is_none_or(fits);
+    let free = owned && t.layout.is_dense() && right.is_none_or(fits);
     if free { expect(in_place(&t).map(|()| t)) } else { expect(out_of_place(&t)) }
 }
 

@@ -14,6 +14,7 @@ mod images;
 mod in_place;
 mod indexing_edges;
 mod matmul;
+mod memory_formats;
 mod one_row;
 mod programs;
 mod reduce;

@@ -9,6 +9,7 @@ mod data;
 mod examples;
 mod graphs;
 mod layers;
+mod memory_formats;
 mod modules;
 mod optim;
 mod optim_functional;

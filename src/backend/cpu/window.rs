@@ -1,10 +1,13 @@
 //! Windows on the CPU (unfold, fold, pooling): planes (one channel of one image) are partitioned among threads.
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::map;
 use crate::backend::cpu::pool_taps::{Taps, greater, greatest, means, spread};
 use crate::backend::cpu::scalar::Number;
+use crate::backend::problem::map::{Formulas, Params};
 use crate::backend::problem::windows::{Task, Windows};
 use crate::device::cpu::parallel;
+use crate::expr::Expr;
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
 
@@ -117,6 +120,9 @@ fn fold_as<C: Number>(w: &Windows, columns: &Tensor, bytes: &[u8], out: &mut [u8
 }
 
 pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+    if !out.is_contiguous() {
+        return in_planes(w, task, x, index, out);
+    }
     let job = PoolJob { w, x, task };
     if task == Task::Max {
         return with_host(&[&x.storage], &[&out.storage, &index.storage], |reads, writes| {
@@ -137,6 +143,25 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
             _ => job.others::<f32>(reads[0], indices, writes[0]),
         }
     })
+}
+
+/// [`run`] where channels are innermost: by planes, as what is computed has them, and copies between the orders.
+fn in_planes(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+    let rows = |t: &Tensor| Tensor::empty_like_shape(t.shape(), t.dtype, t.device());
+    let copy = |from: &Tensor, to: &Tensor| {
+        let (inputs, exprs, outputs) = (&[from], &[Expr::input(0)], &[to]);
+        map::formulas(&Formulas { op: "copy", inputs, params: Params::default(), exprs, outputs })
+    };
+    let moves = matches!(task, Task::Max | Task::Unmax) && !index.is_contiguous();
+    let (planes, indices) = (rows(out)?, if moves { rows(index)? } else { index.detach() });
+    if moves && task == Task::Unmax {
+        copy(index, &indices)?;
+    }
+    run(w, task, x, &indices, &planes)?;
+    if moves && task == Task::Max {
+        copy(&indices, index)?;
+    }
+    copy(&planes, out)
 }
 
 struct PoolJob<'a> {

@@ -22,6 +22,7 @@ pub(crate) mod launch_plan;
 pub(crate) mod map;
 pub(crate) mod nonzero;
 pub(crate) mod norm;
+mod norm_channels;
 pub(crate) mod recording;
 pub(crate) mod reduce;
 pub(crate) mod scan;

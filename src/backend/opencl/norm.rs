@@ -9,6 +9,7 @@ use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache;
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
+use crate::backend::opencl::norm_channels;
 use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{Normalisation, Views};
 use crate::device::DeviceKind;
@@ -162,6 +163,9 @@ pub(crate) fn columns(x: &Tensor, count: usize, n: usize) -> Result<Option<Tenso
 /// Tensors of the launch are those of [`Normalisation::tensors`].
 pub(crate) fn prepare(rows: &Normalisation) -> Result<LaunchPlan> {
     let device = rows.x.cl_device()?;
+    if let Some(plan) = norm_channels::prepare(rows)? {
+        return Ok(plan);
+    }
     if device.info().kind == DeviceKind::Cpu {
         return Ok(LaunchPlan::one(device, kernel_launch(device, rows, "", None, (rows.count(), 1))?));
     }
@@ -204,7 +208,8 @@ fn kernel_launch(
     let spread =
         (spread | schedule.map_or(0, |schedule| usize::from(schedule.each)) << 1 | usize::from(part == "APPLY")) as u64;
     let spread = spread | u64::from(!part.is_empty()) << 2;
-    let params = [dtype as u64, switched, spread];
+    let weights = rows.weight.or(rows.bias).unwrap_or(rows.x).dtype;
+    let params = [dtype as u64 | (weights as u64) << 8, switched, spread];
     let kernel = kernel(device, KernelKey::new("norm", &params), "norm", || {
         let given = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
         let names = ["BACKWARD", "WEIGHT", "BIAS", "WEIGHTED_ROWS", "RMS", "FLAT"];
@@ -213,7 +218,7 @@ fn kernel_launch(
         let on = on.chain([part].into_iter().filter(|part| !part.is_empty()));
         let defines: String = on.map(|name| format!("#define {name}\n")).collect();
         let spread = schedule.map_or_else(String::new, |schedule| schedule.defines(rows));
-        types(dtype, wide) + &spread + &defines + STRIDED_DIMS + TEMPLATE
+        types(dtype, wide) + &format!("#define W {weights}\n") + &spread + &defines + STRIDED_DIMS + TEMPLATE
     })?;
     let dims = rows.x.shape().dims();
     let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);

@@ -9,7 +9,7 @@ use crate::backend::opencl::image;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::windows::{Task, Windows, words};
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
-use crate::{DType, Result, Tensor};
+use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
 
@@ -27,19 +27,20 @@ pub(crate) fn is_near(w: &Windows) -> bool {
     places.max(along(0)).max(along(1)) < 1 << 30
 }
 
-/// The kernel of a task, named by its macro, that computes in `dtype`'s compute type, of windows of `count` elements' result.
+/// The kernel of a task, named by its macro, that computes in `out`'s compute type, and in its order, of windows of `count`
+/// work-items.
 pub(crate) fn computing(
     device: &'static ClDevice,
     name: &'static str,
-    dtype: DType,
+    out: &Tensor,
     w: &Windows,
     count: usize,
 ) -> Result<Arc<ClKernel>> {
-    let (adaptive, wide, near) = (w.adaptive, is_wide([count]), is_near(w));
-    let params = [dtype as u64, adaptive as u64, wide as u64, near as u64];
+    let (adaptive, wide, near, last) = (w.adaptive, is_wide([count]), is_near(w), !out.is_contiguous());
+    let params = [out.dtype as u64, adaptive as u64, wide as u64, near as u64, last as u64];
     kernel(device, KernelKey::new(name, &params), "window", || {
-        let switches = flag(adaptive, "ADAPTIVE") + if near { "#define INT int\n" } else { "" };
-        format!("#define {name}\n{}{switches}{STRIDED_DIMS}{TEMPLATE}", types(dtype, wide))
+        let switches = flag(adaptive, "ADAPTIVE") + &flag(last, "LAST") + if near { "#define INT int\n" } else { "" };
+        format!("#define {name}\n{}{switches}{STRIDED_DIMS}{TEMPLATE}", types(out.dtype, wide))
     })
 }
 
@@ -65,7 +66,7 @@ pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Res
 pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     let device = out.cl_device()?;
     let count = out.numel();
-    let kernel = computing(device, "FOLD_WINDOWS", out.dtype, w, count)?;
+    let kernel = computing(device, "FOLD_WINDOWS", out, w, count)?;
     let words = words(w, columns, columns.strides());
     let (from, to) = (columns.device_view()?, out.device_view()?);
     let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64)]);
@@ -84,7 +85,7 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
         Task::Mean(_) => "MEAN",
         Task::Unmean(_) => "UNMEAN",
     };
-    let kernel = computing(device, name, out.dtype, w, count)?;
+    let kernel = computing(device, name, out, w, count)?;
     let words = words(w, x, x.strides());
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let (from, to, place) = (x.device_view()?, out.device_view()?, index.device_view()?);

@@ -8,8 +8,9 @@ use crate::backend::problem::map::Params;
 use crate::device::capture::is_capturing;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
+use crate::tensor::Layout;
 use crate::tensor::bytes::check_bytes;
-use crate::{DType, Expr, Result, Scalar, Tensor, backend};
+use crate::{DType, Expr, MemoryFormat, Result, Scalar, Tensor, backend};
 
 /// `x`, and a scalar: made once, since making one asks the heap.
 static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
@@ -25,9 +26,10 @@ operations! {
 }
 
 impl Tensor {
-    /// A deep copy: a new contiguous tensor of this shape that shares nothing, the fallible form of [`Clone`].
+    /// A deep copy: a new tensor of this shape and [memory format](Tensor::memory_format) that shares nothing, the fallible form
+    /// of [`Clone`].
     ///
-    /// Contiguous elements (a view with an offset too) are copied by one blocking command of exactly their bytes
+    /// Elements that lie in one piece (a view with an offset too) are copied by one blocking command of exactly their bytes
     /// (`clEnqueueCopyBuffer` on every OpenCL device), strided ones by one kernel into an allocation of exactly the viewed
     /// elements. Differentiable.
     ///
@@ -56,15 +58,16 @@ impl Tensor {
         // A graph that is being captured runs nothing to wait for.
         let blocking = blocking && !is_capturing(self.device());
         let size = self.dtype.size();
-        if self.is_contiguous() {
-            let made = Tensor::empty_like_shape(self.shape(), self.dtype, self.device());
+        if self.layout.is_dense() {
+            let layout = Layout::in_format(self.shape().clone(), self.memory_format());
+            let made = Tensor::empty_like_layout(layout, self.dtype, self.device());
             if let Ok(out) = &made {
                 let bytes = self.numel() * size;
                 out.storage.copy_from(0, &self.storage, self.layout.offset * size, bytes, blocking)?;
             }
             return made;
         }
-        let out = self.cast(self.dtype)?;
+        let out = self.cast_in(self.dtype, self.memory_format())?;
         if blocking {
             self.device().synchronize()?;
         }
@@ -79,10 +82,45 @@ impl Tensor {
     #[track_caller]
     pub fn contiguous(&self) -> Result<Tensor> {
         let _caller = Caller::enter();
-        if self.is_contiguous() {
+        self.in_format("contiguous", MemoryFormat::Contiguous)
+    }
+
+    /// These elements in this order in memory: this tensor itself where they already are, otherwise a copy (one launch). PyTorch's
+    /// `x.to(memory_format=torch.channels_last)`. Operations on the result, and layers of it, keep the order where they can;
+    /// views, such as [`Tensor::flatten`], go by the shape as ever. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, MemoryFormat, Tensor};
+    /// let x = Tensor::arange(0, 8, 1, Device::Cpu)?.reshape([1, 2, 2, 2])?;
+    /// let y = x.to_memory_format(MemoryFormat::ChannelsLast)?;
+    /// assert_eq!(y.to_vec::<f32>()?, x.to_vec::<f32>()?); // values go by the indices
+    /// assert_eq!(y.permute(&[0, 2, 3, 1])?.is_contiguous(), true);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] for a tensor of another number of dims than the format has; [`crate::Error::OutOfMemory`] and
+    /// device failures.
+    #[track_caller]
+    pub fn to_memory_format(&self, format: MemoryFormat) -> Result<Tensor> {
+        let _caller = Caller::enter();
+        let op = "to_memory_format";
+        format.check(op, self.shape())?;
+        self.in_format(op, format)
+    }
+
+    fn in_format(&self, op: &'static str, format: MemoryFormat) -> Result<Tensor> {
+        if self.layout.is_in(format) {
             return Ok(self.shallow_clone());
         }
-        Ok(autograd::record_unary_twice("contiguous", self.cast(self.dtype)?, self, Ok))
+        let out = self.cast_in(self.dtype, format)?;
+        Ok(autograd::record_unary_twice(op, out, self, Ok))
+    }
+
+    /// A copy of any dtype in this format, outside the graph.
+    fn cast_in(&self, dtype: DType, format: MemoryFormat) -> Result<Tensor> {
+        let made = Tensor::empty_like_layout(Layout::in_format(self.shape().clone(), format), dtype, self.device());
+        elementwise::filled(made, "copy", &[self], Params::default(), &IDENTITY)
     }
 
     /// These elements converted to `dtype`, in a new tensor; this tensor itself where it has that dtype. Differentiable
@@ -106,7 +144,7 @@ impl Tensor {
         if dtype == self.dtype {
             return Ok(self.shallow_clone());
         }
-        let out = self.cast(dtype)?;
+        let out = self.cast_in(dtype, self.memory_format())?;
         let from = self.dtype;
         if !dtype.is_float() {
             return Ok(out);
@@ -114,13 +152,13 @@ impl Tensor {
         Ok(autograd::record_unary_twice("to_dtype", out, self, move |grad| grad.to_dtype(from)))
     }
 
-    /// A contiguous copy of any dtype, outside the graph.
+    /// A row-major copy of any dtype, outside the graph.
     pub(crate) fn cast(&self, dtype: DType) -> Result<Tensor> {
-        elementwise::apply_one("copy", &[self], Params::default(), &IDENTITY, dtype)
+        self.cast_in(dtype, MemoryFormat::Contiguous)
     }
 
     /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype; both on one device, or, where they
-    /// are contiguous and of one shape and dtype, on any two: that waits. In place; differentiable in `src`.
+    /// are contiguous in one memory format and of one shape and dtype, on any two: that waits. In place; differentiable in `src`.
     ///
     /// # Errors
     /// [`crate::Error::ShapeMismatch`], [`crate::Error::DeviceMismatch`]; [`crate::Error::Autograd`] where this is a leaf that
@@ -144,8 +182,11 @@ impl Tensor {
 
     /// [`Tensor::copy_`] outside the graph.
     fn copy_elements(&self, op: &'static str, src: &Tensor) -> Result<()> {
-        let plain =
-            self.dtype == src.dtype && self.shape() == src.shape() && self.is_contiguous() && src.is_contiguous();
+        let format = self.memory_format();
+        let plain = self.dtype == src.dtype
+            && self.shape() == src.shape()
+            && self.is_contiguous_in(format)
+            && src.is_contiguous_in(format);
         if !plain {
             elementwise::apply_into(op, &[src], Params::default(), slice::from_ref(&*IDENTITY), &[self])?;
             return Ok(());

@@ -5,14 +5,17 @@
 
 pub(crate) mod copy;
 pub(crate) mod each;
+mod launch;
 pub(crate) mod map;
 pub(crate) mod pointwise;
 
 use smallvec::SmallVec;
 
+use launch::empty_result;
+pub(crate) use launch::{apply, apply_into, apply_one, broadcast_shape, filled};
+
 use crate::autograd::{self, InPlace, Saved};
-use crate::backend;
-use crate::backend::problem::map::{Formulas, Params};
+use crate::backend::problem::map::Params;
 use crate::expr::philox::Seed;
 use crate::expr::rows::rows;
 use crate::expr::table::{Accepts, Output, Row};
@@ -22,74 +25,6 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
 use crate::ops::dispatch::registry::registered;
 use crate::{DType, Result, Scalar, Shape, Tensor, autocast_dtype, get_default_dtype};
-
-/// Computes `exprs` over `inputs`, broadcast together, into new contiguous tensors of dtypes `out`. One launch.
-pub(crate) fn apply(
-    op: &'static str,
-    inputs: &[&Tensor],
-    params: Params,
-    exprs: &[Expr],
-    out: &[DType],
-) -> Result<SmallVec<[Tensor; 2]>> {
-    let device = same_device(op, inputs)?;
-    let shape = broadcast_shape(op, inputs)?;
-    let made =
-        out.iter().map(|&t| Tensor::empty_like_shape(&shape, t, device)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
-    let outputs: SmallVec<[&Tensor; 2]> = made.iter().collect();
-    backend::fill(&made, |b| b.map(&Formulas { op, inputs, params, exprs, outputs: &outputs }))?;
-    drop(outputs);
-    Ok(made)
-}
-
-/// [`apply`] for one result.
-pub(crate) fn apply_one(
-    op: &'static str,
-    inputs: &[&Tensor],
-    params: Params,
-    expr: &Expr,
-    dtype: DType,
-) -> Result<Tensor> {
-    if params.seeds.is_empty()
-        && let Some(fill) = backend::primitive(op, inputs, params.scalars, expr, dtype)
-    {
-        let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, inputs[0].device());
-        if let Ok(out) = &made {
-            fill(out)?;
-        }
-        return made;
-    }
-    let device = same_device(op, inputs)?;
-    // Returned without a move: moving a tensor costs as much as comparing several shapes.
-    let made = Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, device);
-    if let Ok(out) = &made {
-        let exprs = std::slice::from_ref(expr);
-        backend::fill([out], |b| b.map(&Formulas { op, inputs, params, exprs, outputs: &[out] }))?;
-    }
-    made
-}
-
-/// Computes `exprs` over `inputs`, broadcast to the outputs' shape, into `outputs`. One launch, more where an input
-/// overlaps an output without being the same view of it. The caller has checked autograd.
-pub(crate) fn apply_into(
-    op: &'static str,
-    inputs: &[&Tensor],
-    params: Params,
-    exprs: &[Expr],
-    outputs: &[&Tensor],
-) -> Result<()> {
-    backend::launch(outputs.iter().copied(), |b| b.map(&Formulas { op, inputs, params, exprs, outputs }))
-}
-
-pub(crate) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
-    let Some((first, others)) = inputs.split_first() else { return Ok(Shape::default()) };
-    let mut shape = first.shape().clone();
-    // Most have the shape of the first. Comparing size by size is faster than `ends_with`, which compares memory.
-    let like_first = |t: &Tensor| t.shape().dims().iter().rev().eq(first.shape().dims().iter().rev().take(t.rank()));
-    for t in others.iter().filter(|t| !like_first(t)) {
-        shape = shape.broadcast(op, t.shape())?;
-    }
-    Ok(shape)
-}
 
 /// Whether all operands are of this dtype, and none is a mask: almost always.
 fn all_are(dtype: DType, row: &Row, inputs: &[&Tensor]) -> bool {
@@ -405,7 +340,7 @@ pub(crate) fn apply_tracked(
         return apply_one(op, inputs, params, expr, dtype);
     }
     let out = match autograd::is_gradients_only() {
-        true => Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, inputs[0].device())?,
+        true => empty_result(op, inputs, dtype, inputs[0].device())?,
         false => apply_one(op, inputs, params, expr, dtype)?,
     };
     Ok(recorded(op, out, inputs, params, derivative))
@@ -461,7 +396,7 @@ pub(crate) fn recorded(
                     let slot = slot.filter(|s| targets.iter().all(|(_, t): &(usize, Tensor)| !t.shares_storage(s)));
                     let target = match slot {
                         Some(slot) => slot,
-                        None => Tensor::empty_like_shape(grad.shape(), *dtype, grad.device())?,
+                        None => empty_result(op, &operands, *dtype, grad.device())?,
                     };
                     exprs.push(&upstream * derivative);
                     targets.push((i, target));

@@ -108,7 +108,7 @@ impl Norm<'_> {
             let zeros = |t: Option<&Tensor>| t.map(|t| Tensor::zeros(t.shape(), t)).transpose();
             return Ok([zeros(Some(x))?, zeros(self.weight)?, zeros(self.bias)?]);
         }
-        let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
+        let out = self.view.result(x)?;
         let (g, rows, to) = (self.view.of(&grad.detach())?, self.view.of(&x.detach())?, self.view.of(&out)?);
         let shape = g.shape().clone();
         let weight = self.weight.map(|t| broadcast_view(t, &shape, self.dims)).transpose()?;
@@ -183,6 +183,14 @@ impl View {
         if let View::Batch = self { [1, second] } else { [first, second] }
     }
 
+    /// Room for the norm of x: of the channels of a batch in its memory format, else row-major.
+    fn result(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            View::Batch => x.empty_like(),
+            View::Last(_) | View::Groups(_) => Tensor::empty_like_shape(x.shape(), x.dtype, x.device()),
+        }
+    }
+
     /// Room for [`Normalisation::statistics`] of x.
     fn statistics(&self, x: &Tensor) -> Result<Tensor> {
         let [r1, r2] = self.rows(x);
@@ -246,7 +254,7 @@ fn normalised(
         View::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
         _ => view.weighted(),
     };
-    let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
+    let out = view.result(x)?;
     Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x, &out, statistics)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x].into_iter().chain(weight).chain(bias).collect();
     if !autograd::is_tracked(&inputs) {

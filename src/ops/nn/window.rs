@@ -10,7 +10,8 @@ use crate::autograd::Saved;
 use crate::backend::problem::windows::{Divisor, Task, Windows, four};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::padding::Padding;
-use crate::{DType, Result, Shape, Tensor, autograd, backend};
+use crate::tensor::Layout;
+use crate::{DType, MemoryFormat, Result, Shape, Tensor, autograd, backend};
 
 /// Kernel sizes, strides, paddings and dilations are below this, so that their products cannot overflow.
 const LIMIT: usize = 1 << 30;
@@ -197,8 +198,9 @@ impl Windows {
 
     /// [`Windows::max`] of x, `[N, C, image]`.
     fn max_of_planes(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        let index = Tensor::empty_like_shape(self.pooled(x), DType::I64, x.device())?;
-        let out = self.run(Task::Max, x, &index, self.pooled(x))?;
+        let format = x.memory_format();
+        let index = Tensor::empty_like_layout(Layout::in_format(self.pooled(x), format), DType::I64, x.device())?;
+        let out = self.run(Task::Max, x, &index, self.pooled(x), format)?;
         if !autograd::is_tracked(&[x]) || !x.dtype.is_float() {
             return Ok((out, index));
         }
@@ -206,7 +208,7 @@ impl Windows {
         let out = autograd::record_unary_twice(op, out, x, move |grad| {
             let index = saved.get(op)?;
             if !autograd::is_tracked(&[&grad]) {
-                return self.run(Task::Unmax, &grad, index, shape.clone());
+                return self.run(Task::Unmax, &grad, index, shape.clone(), format);
             }
             let ([n, c, oh, ow], [h, w]) = (four(&grad), self.image);
             let flat = |t: &Tensor| t.reshape([n, c, oh * ow]);
@@ -217,14 +219,22 @@ impl Windows {
 
     /// [`Windows::mean`] of x, `[N, C, image]`.
     fn mean_of_planes(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
-        let out = self.run(Task::Mean(divisor), x, x, self.pooled(x))?;
-        let shape = x.shape().clone();
-        Ok(autograd::record_unary_twice(op, out, x, move |grad| self.mean_backward(op, &grad, divisor, shape.clone())))
+        let (shape, format) = (x.shape().clone(), x.memory_format());
+        let out = self.run(Task::Mean(divisor), x, x, self.pooled(x), format)?;
+        let back = move |grad: Tensor| self.mean_backward(op, &grad, divisor, shape.clone(), format);
+        Ok(autograd::record_unary_twice(op, out, x, back))
     }
 
     /// The gradient of [`Windows::mean_of_planes`], itself differentiable.
-    fn mean_backward(self, op: &'static str, grad: &Tensor, divisor: Divisor, shape: Shape) -> Result<Tensor> {
-        let out = self.run(Task::Unmean(divisor), grad, grad, shape)?;
+    fn mean_backward(
+        self,
+        op: &'static str,
+        grad: &Tensor,
+        divisor: Divisor,
+        shape: Shape,
+        format: MemoryFormat,
+    ) -> Result<Tensor> {
+        let out = self.run(Task::Unmean(divisor), grad, grad, shape, format)?;
         Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.mean_of_planes(op, &grad, divisor)))
     }
 
@@ -233,9 +243,9 @@ impl Windows {
         Shape::from([dims[0], dims[1], self.grid[0], self.grid[1]])
     }
 
-    /// A task whose result is of x's dtype; `index` counts for the greatest elements only.
-    fn run(&self, task: Task, x: &Tensor, index: &Tensor, shape: Shape) -> Result<Tensor> {
-        let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
+    /// A task whose result is of x's dtype and in this format; `index`, in the same, counts for the greatest elements only.
+    fn run(&self, task: Task, x: &Tensor, index: &Tensor, shape: Shape, format: MemoryFormat) -> Result<Tensor> {
+        let out = Tensor::empty_like_layout(Layout::in_format(shape, format), x.dtype, x.device())?;
         if out.numel() == 0 {
             return Ok(out);
         }

@@ -9,7 +9,8 @@ use crate::layout::shape::{Dims, NewShape, Shape};
 use crate::ops::PadMode;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
-use crate::{DType, Result, Tensor, backend};
+use crate::tensor::Layout;
+use crate::{DType, MemoryFormat, Result, Tensor, backend};
 
 impl Tensor {
     /// Tensors one after another along dimension `dim`, in which alone their shapes may differ (PyTorch's `cat`). Dtypes
@@ -299,8 +300,24 @@ fn join(op: &'static str, all: &[&Tensor], dim: isize) -> Result<Tensor> {
     }
     dims[d] = pieces.iter().fold(0, |sum, &(n, _)| sum.saturating_add(n));
     let dtype = promote::result_type(all, &[]).unwrap_or(first.dtype());
-    let out = Tensor::empty_like_shape(&dims[..], dtype, first.device())?;
-    if !backend::of(out.device()).join(&out, &tensors, d)? {
+    // In the format of all that are joined, as PyTorch's `cat`.
+    let format = first.memory_format();
+    let format = if tensors.iter().all(|t| t.memory_format() == format || t.is_contiguous_in(format)) {
+        format
+    } else {
+        MemoryFormat::Contiguous
+    };
+    let out = Tensor::empty_like_layout(Layout::in_format(dims[..].into(), format), dtype, first.device())?;
+    let joined = match format {
+        MemoryFormat::Contiguous => backend::of(out.device()).join(&out, &tensors, d)?,
+        _ => {
+            let view = |t: &Tensor| t.with_layout(t.layout.with_channels_last(t.rank()));
+            let (views, rank): (SmallVec<[Tensor; 4]>, _) = (tensors.iter().map(|t| view(t)).collect(), out.rank());
+            let d = if d == 1 { rank - 1 } else { d.saturating_sub(1) };
+            backend::of(out.device()).join(&view(&out), &views.iter().collect::<Tensors>(), d)?
+        }
+    };
+    if !joined {
         let mut start = 0;
         for (t, &(n, _)) in tensors.iter().zip(&pieces) {
             out.with_layout(out.layout.narrow(op, d, start, n)?).copy_(&t.detach())?;

@@ -16,7 +16,7 @@ pub(crate) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Te
         Task::Unmax | Task::Unmean(_) => return Ok(false),
     };
     let cl = match wanted(x, Knob::PoolingImages) {
-        Some(cl) if format(x.dtype).is_some() && x.dtype == out.dtype => cl,
+        Some(cl) if format(x.dtype).is_some() && x.dtype == out.dtype && out.is_contiguous() => cl,
         _ => return Ok(false),
     };
     let ([n, c, ..], Some(most)) = (four(x), batch(cl, x)) else { return Ok(false) };
@@ -25,7 +25,7 @@ pub(crate) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Te
     if is_wide([items * most]) {
         return Ok(false);
     }
-    let kernel = computing(cl, name, out.dtype, w, items * most)?;
+    let kernel = computing(cl, name, out, w, items * most)?;
     for from in (0..n).step_by(most) {
         let count = most.min(n - from);
         let (x, out) = (slice(x, from, count)?, slice(out, from, count)?);

@@ -203,7 +203,7 @@ impl Tensor {
     /// Each channel of `[N, C, ..]` less its mean, over its standard deviation (PyTorch's `batch_norm`): in training over the
     /// batch, launched as [`Tensor::layer_norm`] and once more for the running statistics, which move towards the batch's mean
     /// and unbiased variance; otherwise by the running statistics. Floats, computed in f32 at least; f16 and bf16 with
-    /// numbers of their own dtype or in f32. Differentiable in x, weight and bias.
+    /// numbers of their own dtype or in f32, in autocast too. The memory format stays. Differentiable in x, weight and bias.
     ///
     /// ```
     /// use claystone::{BatchNormOptions, Device, Tensor};
@@ -221,17 +221,20 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "batch_norm";
         let BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps } = options;
+        // Kernels read weights of halves in f32 as they are, both in one dtype.
         let inputs = given(self, weight, bias);
-        if let Some((wide, dtype)) = in_f32(&inputs)? {
-            let (weight, bias) = rest(&wide, weight, bias);
-            return wide[0].batch_norm(BatchNormOptions { weight, bias, ..options })?.to_dtype(dtype);
+        let mixed = self.dtype.size() == 2 && inputs[1..].iter().any(|t| t.dtype == DType::F32);
+        if mixed && let Some(wide) = widen(&inputs[1..])? {
+            let mut wide = wide.iter();
+            let (weight, bias) = (weight.and_then(|_| wide.next()), bias.and_then(|_| wide.next()));
+            return self.batch_norm(BatchNormOptions { weight, bias, ..options });
         }
         // Running statistics are updated in place, which replacements do not do.
         if !training || (running_mean.is_none() && running_var.is_none()) {
             replaced!(op, [Some(self), running_mean, running_var, weight, bias], training, momentum, eps);
         }
         check_channels(op, self, &[weight, bias, running_mean, running_var])?;
-        same_dtype(op, &inputs)?;
+        same_dtype(op, &inputs[usize::from(mixed)..])?;
         let channels = self.shape().dims()[1];
         if training {
             return in_training(op, self, options).map(|(out, _)| out);

@@ -1,0 +1,266 @@
+//! Operations on tensors whose channels lie innermost: values are those of row-major ones, the format stays, and there are no more
+//! launches.
+
+use claystone::device::count_launches;
+use claystone::nn::{BatchNorm2d, Module};
+use claystone::{
+    AvgPoolOptions, BatchNormOptions, DType, Device, Generator, MaxPoolOptions, MemoryFormat, Result, Tensor,
+    with_generator,
+};
+
+use crate::common::{each_device, iota, scattered, values};
+
+const LAST: MemoryFormat = MemoryFormat::ChannelsLast;
+
+type Operation<'a> = dyn Fn(&Tensor) -> Result<Tensor> + 'a;
+
+fn last(t: &Tensor) -> Tensor {
+    t.to_memory_format(LAST).unwrap()
+}
+
+/// [`compare`], with no more launches than row-major.
+fn check(name: &str, device: Device, operands: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
+    let [rows, own] = compare(name, device, operands, f);
+    let fewer = own.iter().zip(&rows).all(|(own, rows)| own <= rows);
+    assert!(fewer, "{name} on {device}: {own:?} launches forward and backward, row-major {rows:?}");
+}
+
+/// The same operation of row-major and of channels-last operands: results, gradients and formats. Gives how many launches these
+/// are, forward and backward.
+fn compare(name: &str, device: Device, operands: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) -> [[u64; 2]; 2] {
+    let run = |format: MemoryFormat| {
+        let leaf = |t: &Tensor| {
+            let t = if t.rank() == 4 { t.to_memory_format(format).unwrap() } else { t.shallow_clone() };
+            if t.dtype().is_float() { t.detach().requires_grad_(true).unwrap() } else { t }
+        };
+        let leaves: Vec<Tensor> = operands.iter().map(leaf).collect();
+        let (y, forward) = count_launches(|| f(&leaves).unwrap());
+        let grad = scattered(y.shape().dims(), 3.0, device).to_dtype(y.dtype()).unwrap();
+        let grad = if y.rank() == 4 { grad.to_memory_format(format).unwrap() } else { grad };
+        let backward = if y.requires_grad() { count_launches(|| y.backward_with(&grad).unwrap()).1 } else { 0 };
+        (y.detach(), leaves, [forward, backward])
+    };
+    let (right, right_leaves, launches) = run(MemoryFormat::Contiguous);
+    let (y, leaves, own_launches) = run(LAST);
+    let close = |what: &str, got: &Tensor, right: &Tensor| {
+        let (got, right) = (values(got), values(right));
+        let far = got.iter().zip(&right).position(|(a, b)| (a - b).abs() > 1e-4 * (1.0 + b.abs()));
+        assert!(got.len() == right.len() && far.is_none(), "{name}, {what} on {device}: {far:?}");
+    };
+    close("result", &y, &right);
+    assert!(right.is_contiguous(), "{name} on {device}: {:?}", right.strides());
+    assert!(y.rank() != 4 || y.is_contiguous_in(LAST), "{name} on {device}: {:?}", y.strides());
+    for (i, (leaf, right)) in leaves.iter().zip(&right_leaves).enumerate() {
+        let (Some(grad), Some(right)) = (leaf.grad(), right.grad()) else { continue };
+        close("gradient", &grad, &right);
+        let kept = grad.rank() != 4 || grad.is_contiguous_in(LAST);
+        assert!(kept, "{name}, gradient {i} on {device}: {:?}", grad.strides());
+    }
+    [launches, own_launches]
+}
+
+/// Images of shapes that vectors fit and of others, and numbers for each channel.
+fn images(device: Device) -> impl Iterator<Item = [Tensor; 3]> {
+    [[2, 16, 6, 8], [3, 5, 7, 4], [1, 32, 9, 3], [2, 64, 40, 33]].into_iter().map(move |shape| {
+        let other = scattered(&shape, 5.0, device).flip(&[0, 1, 2, 3]).unwrap().contiguous().unwrap();
+        [scattered(&shape, 4.0, device), other, scattered(&[1, shape[1], 1, 1], 2.0, device)]
+    })
+}
+
+#[test]
+fn elementwise() {
+    each_device(|device| {
+        for [x, y, channel] in images(device) {
+            check("relu", device, &[x.shallow_clone()], |t| t[0].relu());
+            check("gelu", device, &[x.shallow_clone()], |t| t[0].gelu());
+            check("add", device, &[x.shallow_clone(), y.shallow_clone()], |t| t[0].add(&t[1]));
+            check("mul", device, &[x.shallow_clone(), y.shallow_clone()], |t| t[0].mul(&t[1]));
+            // GPUs may add up columns in a launch more than rows.
+            compare("mul of channels", device, &[x.shallow_clone(), channel], |t| t[0].mul(&t[1]));
+            check("map", device, &[x.shallow_clone(), y.shallow_clone()], |t| {
+                Tensor::map(&[&t[0], &t[1]], |e| (&e[0] * &e[1]).tanh())
+            });
+            check("cast", device, &[x.shallow_clone()], |t| t[0].to_dtype(DType::F64));
+            check("compared", device, &[x.shallow_clone(), y.shallow_clone()], |t| t[0].lt(&t[1]));
+            check("where", device, &[x.gt_scalar(0).unwrap(), x.shallow_clone(), y.shallow_clone()], |t| {
+                t[0].where_cond(&t[1], &t[2])
+            });
+            let joined = |t: &[Tensor]| Tensor::cat(&[&t[0], &t[1], &t[0]], 1);
+            compare("cat", device, &[x.shallow_clone(), y.shallow_clone()], joined);
+            check("cat of images", device, &[x.shallow_clone(), y], |t| Tensor::cat(&[&t[0], &t[1]], 0));
+            check("in place", device, &[x.shallow_clone()], |t| {
+                let y = t[0].mul_scalar(2)?;
+                y.add_scalar_(1)?.relu_()?;
+                Ok(y)
+            });
+        }
+    });
+}
+
+#[test]
+fn pooling() {
+    let max = MaxPoolOptions { stride: Some([2, 2]), padding: 1.into(), ..MaxPoolOptions::default() };
+    let mean = AvgPoolOptions { stride: Some([2, 2]), padding: 1.into(), ..AvgPoolOptions::default() };
+    each_device(|device| {
+        for [x, ..] in images(device) {
+            let x = [x];
+            check("max_pool2d", device, &x, |t| t[0].max_pool2d([3, 3], max));
+            check("max_pool2d without overlap", device, &x, |t| t[0].max_pool2d([2, 2], MaxPoolOptions::default()));
+            check("avg_pool2d", device, &x, |t| t[0].avg_pool2d([3, 3], mean));
+            check("adaptive_avg_pool2d", device, &x, |t| t[0].adaptive_avg_pool2d([3, 2]));
+            check("adaptive_max_pool2d", device, &x, |t| t[0].adaptive_max_pool2d([2, 2]));
+            check("global average", device, &x, |t| t[0].relu()?.adaptive_avg_pool2d([1, 1]));
+            let (rows, places) = x[0].max_pool2d_with_indices([3, 3], max).unwrap();
+            let (own, own_places) = last(&x[0]).max_pool2d_with_indices([3, 3], max).unwrap();
+            assert_eq!(values(&own), values(&rows));
+            assert_eq!(own_places.to_vec::<i64>().unwrap(), places.to_vec::<i64>().unwrap());
+        }
+    });
+}
+
+#[test]
+fn norms() {
+    each_device(|device| {
+        for [x, y, channel] in images(device) {
+            let c = x.shape().dims()[1];
+            let (weight, bias) = (channel.reshape(c).unwrap(), channel.neg().unwrap().reshape(c).unwrap());
+            let all = [x.shallow_clone(), weight.shallow_clone(), bias.shallow_clone()];
+            let training = BatchNormOptions { training: true, ..BatchNormOptions::default() };
+            // Two launches each way: where a GPU has few groups of neighbouring channels, slices of their rows are added up apart.
+            let most = |n: u64, [_, own]: [[u64; 2]; 2]| assert!(own.iter().all(|&launches| launches <= n), "{own:?}");
+            most(
+                2,
+                compare("batch_norm", device, &all, |t| {
+                    t[0].batch_norm(BatchNormOptions { weight: Some(&t[1]), bias: Some(&t[2]), ..training })
+                }),
+            );
+            most(2, compare("batch_norm without weight", device, &all[..1], |t| t[0].batch_norm(training)));
+            for half in [DType::F16, DType::BF16] {
+                // Weights in f32: only x is converted, here.
+                most(
+                    3,
+                    compare("batch_norm of halves", device, &all, |t| {
+                        let x = t[0].detach().to_dtype(half)?.requires_grad_(true)?;
+                        x.batch_norm(BatchNormOptions { weight: Some(&t[1]), bias: Some(&t[2]), ..training })
+                    }),
+                );
+            }
+            let (mean, var) = (bias.detach(), weight.square().unwrap().add_scalar(1).unwrap());
+            check("batch_norm in evaluation", device, &all, |t| {
+                let (running_mean, running_var) = (Some(&mean), Some(&var));
+                let (weight, bias) = (Some(&t[1]), Some(&t[2]));
+                t[0].batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, ..Default::default() })
+            });
+            // Residual blocks: the gradient of a result comes in the format of the result, or row-major.
+            compare("a residual block", device, &[x.shallow_clone(), y, weight, bias], |t| {
+                t[0].batch_norm(BatchNormOptions { weight: Some(&t[2]), bias: Some(&t[3]), ..training })?
+                    .add(&t[1])?
+                    .relu()
+            });
+        }
+        let norm = BatchNorm2d::new(5, device).unwrap();
+        let x = scattered(&[4, 5, 6, 7], 4.0, device);
+        let moved = |x: &Tensor| {
+            let before = norm.state_dict().get("running_mean").unwrap().clone();
+            norm.forward(x).unwrap();
+            let after = norm.state_dict().get("running_mean").unwrap().clone();
+            values(&after.sub(&before.mul_scalar(0.9).unwrap()).unwrap())
+        };
+        for (a, b) in moved(&x).iter().zip(moved(&last(&x))) {
+            assert!((a - b).abs() < 1e-6, "{a} {b}");
+        }
+    });
+}
+
+/// Gradients that come in the other format than what they are the gradients of.
+#[test]
+fn gradients_in_another_format() {
+    each_device(|device| {
+        let (x, grad) = (scattered(&[2, 6, 5, 7], 4.0, device), scattered(&[2, 6, 5, 7], 3.0, device));
+        let max = MaxPoolOptions { stride: Some([1, 1]), padding: 1.into(), ..MaxPoolOptions::default() };
+        let operations: [(&str, &Operation<'_>); 4] = [
+            ("exp", &|x| x.exp()),
+            ("batch_norm", &|x| x.batch_norm(BatchNormOptions { training: true, ..Default::default() })),
+            ("max_pool2d", &|x| x.max_pool2d([3, 3], max)),
+            ("mul", &|x| x.mul(&x.detach())),
+        ];
+        for (name, f) in operations {
+            let gradient = |x: &Tensor, grad: &Tensor| {
+                let x = x.detach().requires_grad_(true).unwrap();
+                f(&x).unwrap().backward_with(grad).unwrap();
+                values(&x.grad().unwrap())
+            };
+            let right = gradient(&x, &grad);
+            for (x, grad) in [(&last(&x), &grad), (&x, &last(&grad)), (&last(&x), &last(&grad))] {
+                let got = gradient(x, grad);
+                assert!(got.iter().zip(&right).all(|(a, b)| (a - b).abs() < 1e-4 * (1.0 + b.abs())), "{name}");
+            }
+        }
+    });
+}
+
+/// What a user or another layer does with a result: none goes by its memory.
+#[test]
+fn results_are_read_by_their_indices() {
+    each_device(|device| {
+        let x = iota(&[2, 3, 4, 5], device);
+        let (y, right) = (last(&x).add_scalar(1).unwrap(), x.add_scalar(1).unwrap());
+        assert!(y.is_contiguous_in(LAST) && !y.is_contiguous());
+        assert_eq!(y.to_vec::<f32>().unwrap(), right.to_vec::<f32>().unwrap());
+        assert_eq!(y.to_ndarray::<f32>().unwrap(), right.to_ndarray::<f32>().unwrap());
+        assert_eq!(&y.to_host::<f32>().unwrap()[..], &right.to_host::<f32>().unwrap()[..]);
+        assert_eq!(y.to_string(), right.to_string());
+        for shape in [&[120][..], &[2, 60], &[6, 20], &[2, 3, 20], &[24, 5]] {
+            assert_eq!(values(&y.reshape(shape).unwrap()), values(&right), "{shape:?}");
+        }
+        assert_eq!(values(&y.flatten(1, -1).unwrap()), values(&right));
+        assert!(y.view([120]).is_err(), "as PyTorch's view");
+        let mut bytes = Vec::new();
+        y.write_to(&mut bytes).unwrap();
+        assert_eq!(values(&Tensor::from_bytes(&bytes, [2, 3, 4, 5], device).unwrap()), values(&right));
+        // Over to other devices, and copies: in the same format.
+        for other in Device::all() {
+            let there = y.to_device(other).unwrap();
+            assert!(there.is_contiguous_in(LAST) && values(&there) == values(&right));
+            let to = Tensor::zeros([2, 3, 4, 5], other).unwrap();
+            for to in [last(&to), to] {
+                if other == device || to.is_contiguous_in(LAST) {
+                    to.copy_(&y).unwrap();
+                    assert_eq!(values(&to), values(&right));
+                }
+            }
+        }
+        let (copy, launches) = count_launches(|| y.clone());
+        assert!(copy.is_contiguous_in(LAST) && launches == 0 && values(&copy) == values(&right));
+        for like in
+            [y.empty_like(), y.zeros_like(), y.ones_like(), y.full_like(2), y.narrow(1, 1, 2).unwrap().zeros_like()]
+        {
+            assert!(like.unwrap().is_contiguous_in(LAST));
+        }
+        // Random numbers count elements by their indices.
+        let dropped = |x: &Tensor| values(&with_generator(&Generator::new(7), || x.dropout(0.5)).unwrap());
+        assert_eq!(dropped(&y), dropped(&right));
+        let sums =
+            |t: &Tensor| [&[0isize][..], &[1], &[2, 3], &[0, 2, 3]].map(|dims| values(&t.sum(dims, false).unwrap()));
+        assert_eq!(sums(&y), sums(&right));
+        let error = y.add_(&iota(&[2, 3, 4, 4], device)).unwrap_err().to_string();
+        assert!(error.contains("[2, 3, 4, 5]") && error.contains("[2, 3, 4, 4]"), "{error}");
+    });
+}
+
+#[test]
+fn formats_of_shapes() {
+    let volume = Tensor::zeros([2, 3, 4, 5, 6], Device::Cpu).unwrap();
+    let last = volume.to_memory_format(MemoryFormat::ChannelsLast3d).unwrap();
+    assert_eq!(last.strides(), [360, 1, 90, 18, 3]);
+    assert!(last.sigmoid().unwrap().is_contiguous_in(MemoryFormat::ChannelsLast3d));
+    assert!(last.contiguous().unwrap().is_contiguous());
+    let error = volume.to_memory_format(LAST).unwrap_err().to_string();
+    assert!(error.contains("channels_last is an order of 4 dims") && error.contains("[2, 3, 4, 5, 6]"), "{error}");
+    assert_eq!("channels_last".parse::<MemoryFormat>().unwrap(), LAST);
+    assert!("nhwc".parse::<MemoryFormat>().is_err());
+    // PyTorch's rule: of two formats the first operand's.
+    let (rows, last) = (Tensor::ones([2, 3, 4, 5], Device::Cpu).unwrap(), volume.select(4, 0).unwrap());
+    let last = last.permute(&[0, 1, 2, 3]).unwrap().to_memory_format(LAST).unwrap();
+    assert!(rows.add(&last).unwrap().is_contiguous() && last.add(&rows).unwrap().is_contiguous_in(LAST));
+}
