@@ -38,7 +38,7 @@
         }                                                                                                              \
     }
 
-// Where a copy of a slice comes from, and whether anything is there; a copy where no edge is near; the first slice's place, and the next ones'.
+// Where a copy comes from, and whether anything is there; a copy where no edge is near; the first slice's place, and the next ones'.
 #ifndef A_FROM
 #define A_FROM(from, step, e) ((from) + (e) * (step))
 #define A_INSIDE(e) true
@@ -349,8 +349,14 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #endif
 
 #ifdef ROUNDED
-    // Each warp stages its 16 rows in one of the two slots (of four) that the last slices are not in, and waits for no other.
+    // Each warp stages its 16 rows in one of the two slots (of four) that the last slices are not in, and waits for no other; in
+    // small slots all wait, and stage one after another.
+#if FETCHED < 64 * ROUNDED_PITCH
+    barrier(CLK_LOCAL_MEM_FENCE);
+    const uint staged = fetched + warp * (16 * ROUNDED_PITCH);
+#else
     const uint staged = fetched + (slot + group) % STAGES * FETCHED + warp % 4 * (16 * ROUNDED_PITCH);
+#endif
     #pragma unroll
     for (uint ni = 0; ni < NT; ni += 2) {
         const uint to = staged + lane % 16 * ROUNDED_PITCH + (ni + lane / 16) * 16;
@@ -479,10 +485,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         }
         if (whole) {
             #pragma unroll
-            for (uint u = 0; u < 8; u++) {
-                const uint e = first + u * THREADS;
-                FINISH(i0 + e / TILE_N, j0 + e % TILE_N, value[u])
-            }
+            for (uint u = 0; u < 8; u++) FINISH(i0 + (first + u * THREADS) / TILE_N, j0 + (first + u * THREADS) % TILE_N, value[u])
         } else {
             #pragma unroll
             for (uint u = 0; u < 8; u++) {

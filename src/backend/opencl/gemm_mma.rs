@@ -70,6 +70,8 @@ const SINGLE: [Tile; 5] = [
 
 /// Columns of the narrowest tiles.
 const MIN_TILE: usize = 64;
+/// Windows of few elements, of which memory takes the time: two work-groups fit on a multiprocessor, so that one writes while the other reads.
+const SHALLOW: (usize, Tile) = (256, wgmma_tile(128, 32, 4));
 
 /// A kernel of the template; see there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -201,8 +203,9 @@ impl Mma {
         let of_windows = side(windows.is_left() || windows.are_columns());
         let (a, b) = if windows.is_left() { (of_windows, side(along_k)) } else { (side(along_k), of_windows) };
         // Of the right matrix no tile is more than half empty where there are smaller ones.
-        let narrow: SmallVec<[Tile; 8]> =
-            tiles.iter().copied().filter(|tile| tile.n < 2 * plan.n.max(MIN_TILE)).collect();
+        let shallow = (dtype.size() == 2 && plan.k <= SHALLOW.0).then_some(SHALLOW.1);
+        let narrow = shallow.iter().chain(tiles).copied().filter(|tile| tile.n < 2 * plan.n.max(MIN_TILE));
+        let narrow: SmallVec<[Tile; 8]> = narrow.collect();
         let tiles = if windows.is_left() { &narrow[..] } else { tiles };
         Mma { dtype, planes, tile: tiles[0], a, b, windows: Some(windows) }.with_tile(tiles, plan, units, cores())
     }
@@ -391,6 +394,23 @@ mod tests {
     }
 
     #[test]
+    fn windows_on_the_left_have_narrow_tiles() {
+        let tile = |[m, n, k]: [usize; 3], dtype, cores| {
+            let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
+            let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
+            let mma = Mma::of_windows(&plan, dtype, (WindowsAs::Left, false), 132, || cores).unwrap();
+            assert!(mma.a.along_k && !mma.b.along_k);
+            (mma.tile.m, mma.tile.n, mma.tile.k)
+        };
+        assert_eq!(tile([100_000, 64, 576], DType::F16, HOPPER), (128, 64, 64));
+        assert_eq!(tile([100_000, 256, 576], DType::F16, HOPPER), (128, 256, 64));
+        assert_eq!(tile([100_000, 256, 64], DType::F16, HOPPER), (128, 128, 32));
+        assert_eq!(tile([100_000, 64, 64], DType::BF16, HOPPER), (128, 64, 64));
+        assert_eq!(tile([100_000, 64, 576], DType::F32, HOPPER), (128, 64, 32));
+        assert_eq!(tile([100_000, 64, 576], DType::F16, OTHER), (64, 64, 64));
+    }
+
+    #[test]
     fn few_tiles_are_shared() {
         let parts = |[m, n, k]: [usize; 3], dtype, cores| {
             let mma = choose([m, n, k], dtype, 0, 0, cores).unwrap();
@@ -434,9 +454,14 @@ mod tests {
     #[test]
     fn kernels_have_different_keys() {
         let mut keys = Vec::new();
-        for (tiles, planes) in
-            [(&HALF[..], 1), (&FEW_ROWS[0][..2], 1), (&FEW_ROWS[1][..2], 3), (&SINGLE[..], 2), (&SINGLE[..], 3)]
-        {
+        for (tiles, planes) in [
+            (&HALF[..], 1),
+            (&[SHALLOW.1][..], 1),
+            (&FEW_ROWS[0][..2], 1),
+            (&FEW_ROWS[1][..2], 3),
+            (&SINGLE[..], 2),
+            (&SINGLE[..], 3),
+        ] {
             let sides = [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| Side { along_k, copy }));
             for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
                 let b = Side { along_k: !a.along_k, copy: 16 };

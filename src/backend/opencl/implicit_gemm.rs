@@ -339,12 +339,16 @@ impl Convolution for ImplicitGemm {
         Ok(written(out))
     }
 
+    fn fills(&self, slot: &Tensor) -> bool {
+        slot.is_contiguous() || is_last(slot) && slot.layout.permute(&[0, 2, 3, 1]).is_contiguous()
+    }
+
     /// The sum over all pixels of an element of the windows' gradient times all of the window.
     fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
         let ([n, o, rows, columns], groups, inner, outer) = (four(y), self.groups, self.inner, self.outer);
         let [kh, kw] = self.windows.kernel;
-        let last = self.last[1] && slot.is_none();
+        let last = slot.as_ref().map_or(self.last[1], is_last);
         let out = match slot {
             Some(slot) => slot,
             None => result([o, inner, kh, kw], last, false, x)?,

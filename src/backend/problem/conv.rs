@@ -12,7 +12,11 @@ pub(crate) trait Convolution: Send + Sync {
     fn makes_images(&self, _biased: bool) -> bool {
         true
     }
-    /// The gradient of the weight from images and the gradient of windows, or the other way round; in `slot`, which is contiguous,
-    /// where it is given.
+    /// Whether the gradient of the weight can be written to this memory of its shape.
+    fn fills(&self, slot: &Tensor) -> bool {
+        slot.is_contiguous()
+    }
+    /// The gradient of the weight from images and the gradient of windows, or the other way round; in `slot`, which it
+    /// [`fills`](Self::fills), where it is given.
     fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor>;
 }

@@ -399,7 +399,7 @@ impl ConvProblem {
             });
             gradients.push(None);
             if let Some(x) = x.filter(|_| ctx.needs(1)) {
-                let usable = |s: &Tensor| s.is_contiguous() && s.dtype == grad.dtype;
+                let usable = |s: &Tensor| direct.fills(s) && s.dtype == grad.dtype;
                 let slot = ctx.slot(1).filter(|s| usable(s) && ![x, &grad].iter().any(|t| t.shares_storage(s)));
                 gradients[1] =
                     Some(if transposed { direct.weight(&grad, x, slot)? } else { direct.weight(x, &grad, slot)? });

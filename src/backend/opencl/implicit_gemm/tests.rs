@@ -226,6 +226,14 @@ fn channels_last_takes_no_copies() {
         .into_iter()
         .unzip();
         assert_eq!(launches, want, "case {i}");
+        // The weight's gradient in memory of its own and in either order: the same.
+        for slot in [weight.zeros_like().unwrap(), last([o, c, kh, kw])] {
+            assert!(made.fills(&slot));
+            let (made, launches) = run(&|| made.weight(&x, &y, Some(slot.shallow_clone())));
+            assert_eq!((launches, made.strides()), (want[2], slot.strides()), "case {i}");
+            let [made, own] = [&slot, &results[2]].map(|t| t.to_dtype(DType::F64).unwrap().to_vec::<f64>().unwrap());
+            assert_eq!(made, own, "case {i}");
+        }
         for (made, like) in results.iter().zip([&y, &x, &weight]) {
             assert_eq!(is_last(made), is_last(like), "case {i}");
         }
