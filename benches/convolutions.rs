@@ -1,5 +1,5 @@
 //! The convolutions of ResNet-50 and the depthwise ones of MobileNetV2, each distinct one, forward and with both gradients, of channels-last
-//! images and weights and of row-major ones: `convolutions [--device D] [--only TEXT] [--format channels_last|contiguous]`, a line of JSON each:
+//! images and weights and of row-major ones: `convolutions [--device D] [--only TEXT] [--format channels_last|contiguous_format]`, a line of JSON each:
 //! microseconds of a call, the median of seven runs of ten. `benches/convolutions_torch.py` sets PyTorch's of the same formats beside them.
 
 use std::error::Error;
@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::ops::ConvOptions;
-use claystone::{DType, Device, Result, Tensor};
+use claystone::{DType, Device, MemoryFormat, Result, Tensor};
 
 /// Images of a call.
 const BATCH: usize = 64;
@@ -45,26 +45,22 @@ const MOBILENET_V2: [[usize; 5]; 6] = [
     [960, 960, 7, 3, 1],
 ];
 
-/// PyTorch's names, without their last word.
-const FORMATS: [&str; 2] = ["channels_last", "contiguous"];
-
 fn main() -> std::result::Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().collect();
     let value = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1));
     let device = value("--device").map_or(Ok(Device::best()), |text| text.parse())?;
     let [only, wanted] = ["--only", "--format"].map(|name| value(name).cloned().unwrap_or_default());
     let cases = RESNET_50.iter().map(|c| (c, 1)).chain(MOBILENET_V2.iter().map(|c| (c, c[0])));
+    let formats = [MemoryFormat::ChannelsLast, MemoryFormat::Contiguous];
     for (&[inputs, outputs, side, kernel, stride], groups) in cases {
-        let kinds = [DType::F16, DType::F32].into_iter().flat_map(|dtype| FORMATS.map(|format| (dtype, format)));
-        for (dtype, format) in kinds.filter(|(_, format)| format.contains(&wanted)) {
+        let kinds = [DType::F16, DType::F32].into_iter().flat_map(|dtype| formats.map(|format| (dtype, format)));
+        for (dtype, format) in kinds.filter(|(_, format)| format.to_string().contains(&wanted)) {
             let name = if groups == 1 { "convolution" } else { "depthwise" };
             if !format!("{name} {dtype}").contains(&only) {
                 continue;
             }
-            let made = |[n, c, h, w]: [usize; 4]| {
-                let last = format == "channels_last";
-                let t = Tensor::randn(if last { [n, h, w, c] } else { [n, c, h, w] }, device)?.to_dtype(dtype)?;
-                if last { t.permute(&[0, 3, 1, 2])? } else { t }.requires_grad_(true)
+            let made = |shape: [usize; 4]| {
+                Tensor::randn(shape, device)?.to_dtype(dtype)?.to_memory_format(format)?.requires_grad_(true)
             };
             let x = made([BATCH, inputs, side, side])?;
             let w = made([outputs, inputs / groups, kernel, kernel])?;

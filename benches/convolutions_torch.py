@@ -30,11 +30,11 @@ def measure(f):
 
 
 sums = defaultdict(lambda: [0.0] * 4)
-print(f"{'case':12}{'dtype':6}{'format':14}{'in, out, side, kernel, stride, groups':>40}{'forward':>9}{'torch':>9}{'ratio':>7}{'both':>9}{'torch':>9}{'ratio':>7}")
+print(f"{'case':12}{'dtype':6}{'format':18}{'in, out, side, kernel, stride, groups':>40}{'forward':>9}{'torch':>9}{'ratio':>7}{'both':>9}{'torch':>9}{'ratio':>7}")
 for line in map(json.loads, open(sys.argv[1])):
     inputs, outputs, side, kernel, stride, groups = line["sizes"]
     dtype = {"f16": torch.float16, "f32": torch.float32}[line["dtype"]]
-    layout = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}[line["format"]]
+    layout = getattr(torch, line["format"])
     x = torch.randn(BATCH, inputs, side, side, device="cuda", dtype=dtype).to(memory_format=layout).requires_grad_()
     w = torch.randn(outputs, inputs // groups, kernel, kernel, device="cuda", dtype=dtype).to(memory_format=layout).requires_grad_()
     conv = lambda x, w: F.conv2d(x, w, None, stride, kernel // 2, 1, groups)
@@ -52,6 +52,6 @@ for line in map(json.loads, open(sys.argv[1])):
     kind = line["case"], line["dtype"], line["format"]
     sums[kind] = [a + b for a, b in zip(sums[kind], row)]
     columns = "".join(f"{a:9.1f}{b:9.1f}{a / b:7.2f}" for a, b in zip(ours, theirs))
-    print(f"{line['case']:12}{line['dtype']:6}{line['format']:14}{', '.join(map(str, line['sizes'])):>40}{columns}")
+    print(f"{line['case']:12}{line['dtype']:6}{line['format']:18}{', '.join(map(str, line['sizes'])):>40}{columns}")
 for (case, dtype, layout), (f, ft, b, bt) in sums.items():
     print(f"sum of {case} {dtype} {layout}: forward {f / ft:.2f}, with gradients {b / bt:.2f} of PyTorch's time")

@@ -28,7 +28,7 @@ use crate::backend::written;
 use crate::device::opencl::ClDevice;
 use crate::device::profiler::operation;
 use crate::tensor::Dims;
-use crate::{DType, Error, Result, Shape, Tensor};
+use crate::{DType, Error, MemoryFormat, Result, Shape, Tensor};
 
 /// Numbers of windows that the kernel is given.
 pub(crate) const NUMBERS: usize = 21;
@@ -340,7 +340,7 @@ impl Convolution for ImplicitGemm {
     }
 
     fn fills(&self, slot: &Tensor) -> bool {
-        slot.is_contiguous() || is_last(slot) && slot.layout.permute(&[0, 2, 3, 1]).is_contiguous()
+        slot.is_contiguous() || slot.is_contiguous_in(MemoryFormat::ChannelsLast)
     }
 
     /// The sum over all pixels of an element of the windows' gradient times all of the window.

@@ -47,8 +47,8 @@ impl Tensor {
     /// cases on the CPU, for most windows where each channel is a group, and for windows of a single element; otherwise two launches, or
     /// three for a batch and on tensor cores. Differentiable in all three; then x and the weight are kept.
     ///
-    /// The result is contiguous, but on tensor cores channels-last if x or the weight is: of strides as those of `[N, rows, columns, O]`,
-    /// as PyTorch has it. That takes one launch and no copy if both are, of channels in whole pieces of 16 bytes.
+    /// The result is contiguous, but on tensor cores [`MemoryFormat::ChannelsLast`](crate::MemoryFormat::ChannelsLast) if x or the weight is, as
+    /// PyTorch has it. If both are, and their channels fill whole pieces of 16 bytes, that is one launch, without copies.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Padding, Tensor};

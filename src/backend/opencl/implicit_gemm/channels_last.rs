@@ -8,7 +8,7 @@ use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::windows::{Windows, four};
 use crate::device::opencl::Arg;
 use crate::tensor::Layout;
-use crate::{Result, Tensor};
+use crate::{MemoryFormat, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/channels_last.cl");
 
@@ -152,23 +152,19 @@ impl Found {
     }
 }
 
-/// Whether images `[N, C, H, W]` have their channels innermost, and no other order.
+/// Whether results of images `[N, C, H, W]` like these have their channels innermost.
 pub(super) fn is_last(t: &Tensor) -> bool {
-    let (dims, strides) = (four(t), t.strides());
-    let mut span = 1;
-    let mut grows = [1, 3, 2, 0].into_iter().filter(|&d| dims[d] != 1).map(|d| {
-        let grows = strides[d] >= span;
-        span = strides[d].saturating_mul(dims[d] as isize);
-        grows
-    });
-    !t.is_contiguous() && grows.all(|grows| grows)
+    t.layout.format() == MemoryFormat::ChannelsLast
 }
 
 /// Memory for a result `[N, C, H, W]` like `t`, of zeros or of anything, row-major or with the channels innermost.
-pub(super) fn result([n, c, h, w]: [usize; 4], last: bool, zeros: bool, t: &Tensor) -> Result<Tensor> {
-    let dims = if last { [n, h, w, c] } else { [n, c, h, w] };
-    let tensor = if zeros { Tensor::zeros(dims, t)? } else { Tensor::empty_like_shape(dims, t.dtype, t.device())? };
-    Ok(if last { tensor.with_layout(tensor.layout.permute(&[0, 3, 1, 2])) } else { tensor })
+pub(super) fn result(dims: [usize; 4], last: bool, zeros: bool, t: &Tensor) -> Result<Tensor> {
+    let format = if last { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
+    let layout = Layout::in_format(dims.into(), format);
+    match zeros {
+        true => Ok(Tensor::zeros(dims, t)?.with_layout(layout)),
+        false => Tensor::empty_like_layout(layout, t.dtype, t.device()),
+    }
 }
 
 /// `[N, size, groups, channels]` of images, with so many zeros before the first row and column, or more of them cut off.

@@ -94,15 +94,9 @@ impl Case {
     /// The result, and the gradients of images, weight and bias; images, weight and the result's gradient are channels-last where `last` says so.
     fn run(&self, device: Device, dtype: DType, last: [bool; 3], transposed: bool) -> [Vec<f64>; 4] {
         let Case { n, channels: [c, o], image: [h, w], kernel: [kh, kw], options } = *self;
-        let made = |[n, c, h, w]: [usize; 4], seed: usize, last: bool| match last {
-            true => whole(&[n, c, h, w], seed, dtype, device)
-                .permute(&[0, 2, 3, 1])
-                .unwrap()
-                .contiguous()
-                .unwrap()
-                .permute(&[0, 3, 1, 2])
-                .unwrap(),
-            false => whole(&[n, c, h, w], seed, dtype, device),
+        let made = |dims: [usize; 4], seed: usize, last: bool| {
+            let format = if last { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
+            whole(&dims, seed, dtype, device).to_memory_format(format).unwrap()
         };
         let x = made([n, c, h, w], 1, last[0]).requires_grad_(true).unwrap();
         let (first, second) = if transposed { (c, o / options.groups) } else { (o, c / options.groups) };
