@@ -1,4 +1,4 @@
-//! Training steps of ResNet-50 on made-up images, which are channels-last: ms a step, after ten steps that are not timed. `--save FILE`
+//! Training steps of ResNet-50 on made-up images, which are channels-last, as weights are: ms a step, after ten steps that are not timed. `--save FILE`
 //! keeps weights, images, labels and losses for `benches/resnet50_torch.py`, which begins with the same weights.
 
 use std::error::Error;
@@ -12,7 +12,7 @@ use claystone::nn::{
 };
 use claystone::ops::{ConvOptions, MaxPoolOptions};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
-use claystone::{DType, Device, Result, Tensor, autocast, manual_seed};
+use claystone::{DType, Device, MemoryFormat, Result, Tensor, autocast, manual_seed};
 
 /// Steps that are not timed: kernels are compiled, and memory is allocated.
 const WARM: usize = 10;
@@ -94,6 +94,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let Args { device, batch, side, dtype, steps, save, .. } = Args::parse();
     manual_seed(1);
     let mut net = resnet50(device)?;
+    net.to_memory_format(MemoryFormat::ChannelsLast)?;
     let images = Tensor::randn(&[BATCHES, batch, side, side, 3], device)?;
     let labels = Tensor::randint(0, CLASSES, &[BATCHES, batch], (DType::I64, device))?;
     let saved = save.map(|path| {
