@@ -146,7 +146,8 @@ fn norms() {
                 );
             }
             let (mean, var) = (bias.detach(), weight.square().unwrap().add_scalar(1).unwrap());
-            check("batch_norm in evaluation", device, &all, |t| {
+            // GPUs may add up gradients of numbers for each channel in a launch more.
+            compare("batch_norm in evaluation", device, &all, |t| {
                 let (running_mean, running_var) = (Some(&mean), Some(&var));
                 let (weight, bias) = (Some(&t[1]), Some(&t[2]));
                 t[0].batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, ..Default::default() })
