@@ -124,14 +124,16 @@ def images(n, c, h, w):
 def sequences(n, h, s, e):
     q, k, v = (torch.randn(n * h, s, e, device=dev) for _ in range(3))
     four = [t.reshape(n, h, s, e) for t in (q, k, v)]
-    half, tq = [t.half() for t in four], leaf(four[0])
-    th = leaf(half[0])
+    half, bf16, tq = [t.half() for t in four], [t.bfloat16() for t in four], leaf(four[0])
+    th, tb = leaf(half[0]), leaf(bf16[0])
     attention = F.scaled_dot_product_attention
     return {"bmm": lambda: q.bmm(k.transpose(1, 2)), "attention": lambda: attention(*four),
             "attention, causal": lambda: attention(*four, is_causal=True),
             "attention, backward": backward(lambda: attention(tq, tq, tq, is_causal=True), tq),
             "attention, f16": lambda: attention(*half, is_causal=True),
-            "attention, f16, backward": backward(lambda: attention(th, th, th, is_causal=True), th)}
+            "attention, f16, backward": backward(lambda: attention(th, th, th, is_causal=True), th),
+            "attention, bf16": lambda: attention(*bf16, is_causal=True),
+            "attention, bf16, backward": backward(lambda: attention(tb, tb, tb, is_causal=True), tb)}
 
 
 def measure(f):

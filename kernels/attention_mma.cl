@@ -1,44 +1,31 @@
-// Attention of halves on tensor cores; comes after attention.cl and mma.cl. Each of WARPS warps has MT x 16 rows of the tile, and multiplies
-// them by tiles of OTHER rows, of which one is multiplied while the next is on its way to local memory. Scores stay in registers: the
-// accumulator of one product, rounded to halves, is the left operand of the next. Tiles have lines of DK or DV elements, 32 or multiples of
-// 64; COPY bytes are copied at once. With OUT_PAIRS results are stored two at a time.
-//
-// Lane l has rows l / 4 and l / 4 + 8 of 16, and columns l % 4 * 2 and the next one of each 8.
+// Attention on tensor cores; comes after attention.cl, mma.cl and attention_products.cl. A group goes over tiles of OTHER rows, of which one
+// is multiplied while the next is on its way to local memory. Scores stay in registers: the accumulator of one product (of halves, rounded to
+// these) is the left operand of the next. COPY bytes are copied at once. With OUT_WIDE results are stored two halves or four f32 at a time.
 
-#define THREADS (32 * WARPS)
-#define OWN (WARPS * MT * 16)
-#define NT (OTHER / 8)
-#define BYTES(lines, length) ((lines) * (length) * 2)
 #define TILES (2 * BYTES(OTHER, DK) + 2 * BYTES(OTHER, DV)) // of both kinds that a group goes over
 #define LOG2_E 1.4426950408889634f
-
-#define EACH(x, n) _Pragma("unroll") for (uint x = 0; x < n; ++x)
-#define CLEAR(sum, columns) EACH(i, MT) EACH(c, (columns) / 8) EACH(r, 4) sum[i][c][r] = 0
-// Register r of a fragment of a sum: its row of 16, and its column of 8.
-#define ROW_OF(r) ((r) / 2 * 8 + lane / 4)
-#define COLUMN_OF(r) (lane % 4 * 2 + (r) % 2)
 
 // Asks for `lines` rows from row `first` on, of `rows` in all, each `width` elements, with zeros beyond the edges.
 INLINE void fetch(uint to, const uint lines, const uint length, In x, ulong at, const Strides *s, uint first, uint rows,
                          uint period, uint width, uint t)
 {
-    const uint chunks = length / 8, line = t / chunks, chunk = t % chunks, step = THREADS / chunks;
+    const uint chunks = length / CHUNK, line = t / chunks, chunk = t % chunks, step = THREADS / chunks;
     const bool of_one_head = period == ONE_HEAD || first / period == (first + lines - 1) / period;
     if (first + lines <= rows && width == length && of_one_head) {
-        ulong from = (ulong)(x + at + row_at(s, first, period) + line * s->row + chunk * 8);
-        const ulong between = step * 2 * s->row;
+        ulong from = (ulong)(x + at + row_at(s, first, period) + line * s->row + chunk * CHUNK);
+        const ulong between = step * SIZE * s->row;
         #pragma unroll
         for (uint e = 0; e < lines / step; ++e, from += between)
-            copy_whole(to + chunk_at(line + e * step, chunk, lines, length), from, COPY);
+            copy_whole(to + CHUNK_AT(line + e * step, chunk, lines, length), from, COPY);
         return;
     }
-    const int bytes = clamp((int)width * 2 - (int)chunk * 16, 0, 16);
+    const int bytes = clamp((int)width * SIZE - (int)chunk * 16, 0, 16);
     #pragma unroll
     for (uint e = 0; e < lines / step; ++e) {
         const uint row = first + line + e * step;
         const bool inside = row < rows && bytes > 0;
-        const ulong from = inside ? at + row_at(s, row, period) + chunk * 8 : at;
-        copy_part(to + chunk_at(line + e * step, chunk, lines, length), (ulong)(x + from), COPY, inside ? bytes : 0);
+        const ulong from = inside ? at + row_at(s, row, period) + chunk * CHUNK : at;
+        copy_part(to + CHUNK_AT(line + e * step, chunk, lines, length), (ulong)(x + from), COPY, inside ? bytes : 0);
     }
 }
 #define COMMIT_COPIES asm volatile("cp.async.commit_group;")
@@ -76,66 +63,6 @@ INLINE float power_of_two(float x)
     return y;
 }
 
-// Two numbers as halves.
-INLINE uint halves(float low, float high)
-{
-    uint both;
-    asm("cvt.rn." MMA "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
-// MULTIPLY: s = rows of the tile at `own` times lines of the tile at `other`, both of `length` elements.
-// ADD_PRODUCT: sum += `weights`, which are rows of OTHER halves, times the tile at `other`, of lines of `length` elements.
-// After DONE the sums are complete and local memory may be overwritten.
-#ifdef SM_90A
-// Descriptors of local memory for wgmma, of tiles with 128-byte swizzle: 16 elements of each line from d on (ALONG), or 16 lines from d on
-// (ACROSS); addresses are in units of 16 bytes.
-#define ALONG(tile, lines, d) ((ulong)(64u | 1u << 30) << 32 | ((tile) / 16 + (d) / 64 * (lines) * 8 + (d) % 64 / 8) | 1u << 16)
-#define ACROSS(tile, lines, d) ((ulong)(64u | 1u << 30) << 32 | ((tile) / 16 + (d) * 8) | (uint)(lines) * 8 << 16)
-#define MULTIPLY(s, own, other, length)                                                                                           \
-    BEGIN_MULTIPLY;                                                                                                               \
-    EACH(d, (length) / 16)                                                                                                        \
-        WGMMA(OTHER, s[0], ALONG((own) + t / 128 * 8192, OWN, 16 * d), ALONG(other, OTHER, 16 * d), "0, 0", d);                    \
-    END_MULTIPLY;
-#define ADD_PRODUCT(sum, weights, other, length)                                                                                  \
-    BEGIN_MULTIPLY;                                                                                                               \
-    EACH(d, OTHER / 16)                                                                                                           \
-        WGMMA_WORDS(length, sum[0], weights[0][2 * d][0], weights[0][2 * d][1], weights[0][2 * d + 1][0],                          \
-                    weights[0][2 * d + 1][1], ACROSS(other, OTHER, 16 * d), "1");                                                 \
-    END_MULTIPLY;
-#define DONE(n, sum) asm volatile(WAIT_MULTIPLIED(0) : CAT(REGISTERS_, n)(sum[0]));
-#else
-#define MULTIPLY(s, own, other, length)                                                                                           \
-    CLEAR(s, OTHER);                                                                                                              \
-    _Pragma("unroll") for (uint d = 0; d < (length); d += 16) {                                                                   \
-        uint a[MT][4];                                                                                                            \
-        EACH(i, MT) LDMATRIX("", a[i], (own) + chunk_at(m + 16 * i + lane % 16, d / 8 + lane / 16, OWN, length));                 \
-        EACH(c, NT / 2) {                                                                                                         \
-            uint w[4];                                                                                                            \
-            LDMATRIX("", w, (other) + chunk_at(16 * c + lane % 8 + lane / 16 * 8, d / 8 + lane / 8 % 2, OTHER, length));          \
-            EACH(i, MT) {                                                                                                         \
-                mma(s[i][2 * c], a[i], w);                                                                                        \
-                mma(s[i][2 * c + 1], a[i], w + 2);                                                                                \
-            }                                                                                                                     \
-        }                                                                                                                         \
-    }
-#define ADD_PRODUCT(sum, weights, other, length)                                                                                  \
-    EACH(d, OTHER / 16) {                                                                                                         \
-        EACH(c, (length) / 16) {                                                                                                  \
-            uint w[4];                                                                                                            \
-            LDMATRIX(".trans", w, (other) + chunk_at(16 * d + lane % 16, 2 * c + lane / 16, OTHER, length));                      \
-            EACH(i, MT) {                                                                                                         \
-                const uint a[4] = {weights[i][2 * d][0], weights[i][2 * d][1], weights[i][2 * d + 1][0],                          \
-                                   weights[i][2 * d + 1][1]};                                                                     \
-                mma(sum[i][2 * c], a, w);                                                                                         \
-                mma(sum[i][2 * c + 1], a, w + 2);                                                                                 \
-            }                                                                                                                     \
-        }                                                                                                                         \
-    }
-#define DONE(n, sum)
-#define SHOW
-#endif
-
 // Applies the mask to products s[i][c][r] of queries and key COLUMN: keys after the first `seen` become -inf. WEIGHT is the weight of such a
 // product beside BASE_OF the log-sum-exp. An additive mask may have the least number of a dtype where it hides a key: products are scaled
 // before it is added, and stay finite, so that a row of which every key is hidden so has equal weights, as by the definition.
@@ -171,13 +98,25 @@ INLINE float finite(float x) { return x < -1e38f && x != -INFINITY ? -1e38f : x;
     const uint all_seen = MASK ? 0 : !n.causal ? keys : one_head ? min(first % queries + 1, keys) : 1;
 
 // Writes rows of sums, SCALE(i, h) times row 8 h of 16 i, to `out`.
-INLINE void store_two(Out out, ulong to, long step, uint columns, float x, float y)
-{
-#ifdef OUT_PAIRS
-    if (columns > 0) *(__global uint *)(out + to) = halves(x, y);
+#if SIZE == 4
+#define PIECE 4 // neighbours that a lane has, those of piece c
+#define PIECES(length) ((length) / 16)
+#define COLUMN_OF_PIECE(c) COLUMN_OF_SUM((c) / 2 * 4, (c) % 2)
+#define SUM_OF_PIECE(sum, c, h, e) sum[(c) / 2 * 4 + (e)][2 * (h) + (c) % 2]
 #else
-    if (columns > 0) STORE(out, to, x);
-    if (columns > 1) STORE(out, to + step, y);
+#define PIECE 2
+#define PIECES(length) ((length) / 8)
+#define COLUMN_OF_PIECE(c) (8 * (c) + COLUMN_OF(0))
+#define SUM_OF_PIECE(sum, c, h, e) sum[c][2 * (h) + (e)]
+#endif
+INLINE void store_piece(Out out, ulong to, long step, int columns, const float x[PIECE])
+{
+#if !defined(OUT_WIDE)
+    EACH(e, PIECE) if ((int)e < columns) STORE(out, to + e * step, x[e]);
+#elif SIZE == 4
+    if (columns > 0) *(__global float4 *)(out + to) = (float4)(x[0], x[1], x[2], x[3]);
+#else
+    if (columns > 0) *(__global uint *)(out + to) = halves(x[0], x[1]);
 #endif
 }
 #define STORE_ROWS(sum, length, out, at, s, rows, period, width, SCALE)                                                           \
@@ -185,14 +124,43 @@ INLINE void store_two(Out out, ulong to, long step, uint columns, float x, float
         const uint r = first + m + 16 * i + ROW_OF(2 * h);                                                                        \
         if (r < (rows)) {                                                                                                         \
             const float scale_of_row = SCALE(i, h);                                                                               \
-            EACH(c, (length) / 8) {                                                                                               \
-                const uint column = 8 * c + COLUMN_OF(0);                                                                         \
-                store_two(out, (at) + row_at(&s, r, period) + (long)column * s.column, s.column,                                  \
-                          (uint)max((int)(width) - (int)column, 0), sum[i][c][2 * h] * scale_of_row,                              \
-                          sum[i][c][2 * h + 1] * scale_of_row);                                                                   \
+            EACH(c, PIECES(length)) {                                                                                             \
+                const uint column = COLUMN_OF_PIECE(c);                                                                           \
+                float piece[PIECE];                                                                                               \
+                EACH(e, PIECE) piece[e] = SUM_OF_PIECE(sum[i], c, h, e) * scale_of_row;                                           \
+                store_piece(out, (at) + row_at(&s, r, period) + (long)column * s.column, s.column, (int)(width) - (int)column,    \
+                            piece);                                                                                               \
             }                                                                                                                     \
         }                                                                                                                         \
     }
+
+// A kernel goes over its tiles between TRY and UNTIL, which has sums in POISON(sum, columns): in f32 twice, the second time with `exact`
+// true, where a sum is not finite.
+#if SIZE == 4
+#define TRY                                                                                                                       \
+    __local uint not_finite;                                                                                                      \
+    for (bool exact = false;; exact = true) {
+#define POISON(sum, columns) EACH(i, MT) EACH(c, (columns) / 8) EACH(r, 4) poison += sum[i][c][r] * 0;
+#define UNTIL(poisons)                                                                                                            \
+        float poison = 0;                                                                                                         \
+        poisons                                                                                                                   \
+        if (exact || !of_any_item(poison != 0, &not_finite, t))                                                                   \
+            break;                                                                                                                \
+    }
+INLINE bool of_any_item(bool x, __local uint *any, uint t)
+{
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (t == 0) *any = 0;
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (x) *any = 1;
+    barrier(CLK_LOCAL_MEM_FENCE);
+    return *any;
+}
+#else
+#define TRY {
+#define POISON(sum, columns)
+#define UNTIL(poisons) }
+#endif
 
 #define SHARED(bytes) __local uint4 shared[(bytes) / 16] __attribute__((aligned(1024)))
 #define KERNEL __kernel __attribute__((reqd_work_group_size(THREADS, 1, 1))) void attention
@@ -226,12 +194,13 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     const float power = POWER;
 
     float sum[MT][DV / 8][4], top[MT][2], total[MT][2];
+    fetch(own, OWN, DK, q, START(q), &q_by, first, rows, queries, width, t);
+    TRY
     CLEAR(sum, DV);
     EACH(i, MT) EACH(h, 2) {
         top[i][h] = -INFINITY;
         total[i][h] = 0;
     }
-    fetch(own, OWN, DK, q, START(q), &q_by, first, rows, queries, width, t);
     FETCH_KEYS(0, 0)
     for (uint j0 = 0, slot = 0; j0 < most; j0 += OTHER, slot ^= 1) {
         NEXT_TILE
@@ -242,7 +211,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         DONE(OTHER, s)
         if (j0 + OTHER > all_seen)
             HIDE(s, seen[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
-        uint weights[MT][NT][2];
+        WEIGHTS(weights);
         EACH(i, MT) EACH(h, 2) {
             // A NaN need not be found here: the sum has it.
             float next = top[i][h];
@@ -262,12 +231,13 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
                 const float y = WEIGHT(s[i][c][2 * h + 1], base);
                 total[i][h] += x + y;
                 const uint row = first + m + 16 * i + ROW_OF(2 * h), column = j0 + 8 * c + COLUMN_OF(0);
-                weights[i][c][h] = halves(x * KEPT(row, column), y * KEPT(row, column + 1));
+                SET_WEIGHTS(weights, i, c, h, x * KEPT(row, column), y * KEPT(row, column + 1));
             }
         }
         ADD_PRODUCT(sum, weights, v_tiles + slot * BYTES(OTHER, DV), DV)
         DONE(DV, sum)
     }
+    UNTIL(POISON(sum, DV))
     EACH(i, MT) EACH(h, 2) total[i][h] = row_sum(total[i][h]);
     #define INVERSE(i, h) (total[i][h] == 0 ? 0 : 1 / total[i][h])
     STORE_ROWS(sum, DV, out, START(out), out_by, rows, queries, value_width, INVERSE)
@@ -311,10 +281,14 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         const uint words = BYTES(OWN, DK) / 4 + lane % 4;
         const __local uint *g = (const __local uint *)shared + words, *o = g + BYTES(OWN, DV) / 4;
         float share = 0;
-        EACH(c, DV / 8) {
-            const uint at = chunk_at(line, c, OWN, DV) / 4, x = g[at], y = o[at];
+        EACH(c, DV / CHUNK) {
+            const uint at = CHUNK_AT(line, c, OWN, DV) / 4, x = g[at], y = o[at];
+#if SIZE == 4
+            share = fma(as_float(x), as_float(y), share);
+#else
             share = fma(CAT(from_, A)((ushort)x), CAT(from_, A)((ushort)y), share);
             share = fma(CAT(from_, A)((ushort)(x >> 16)), CAT(from_, A)((ushort)(y >> 16)), share);
+#endif
         }
         less[i][h] = row_sum(share);
         base[i][h] = BASE_OF(BASE(r));
@@ -324,6 +298,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     barrier(CLK_LOCAL_MEM_FENCE);
 
     float sum[MT][DK / 8][4];
+    TRY
     CLEAR(sum, DK);
     FETCH_KEYS(0, 0)
     for (uint j0 = 0, slot = 0; j0 < most; j0 += OTHER, slot ^= 1) {
@@ -339,16 +314,17 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         if (j0 + OTHER > all_seen)
             HIDE(s, seen[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
         EACH(i, MT) EACH(c, NT) EACH(r, 4) s[i][c][r] = WEIGHT(s[i][c][r], base[i][r / 2]);
-        uint weights[MT][NT][2];
+        WEIGHTS(weights);
         EACH(i, MT) EACH(h, 2) EACH(c, NT) {
             const uint row = first + m + 16 * i + ROW_OF(2 * h), column = j0 + 8 * c + COLUMN_OF(0);
             const float x = s[i][c][2 * h] * (dp[i][c][2 * h] * KEPT(row, column) - less[i][h]);
             const float y = s[i][c][2 * h + 1] * (dp[i][c][2 * h + 1] * KEPT(row, column + 1) - less[i][h]);
-            weights[i][c][h] = halves(x, y);
+            SET_WEIGHTS(weights, i, c, h, x, y);
         }
         ADD_PRODUCT(sum, weights, k_tile, DK)
         DONE(DK, sum)
     }
+    UNTIL(POISON(sum, DK))
     STORE_ROWS(sum, DK, dq, START(dq), dq_by, rows, queries, width, SCALE_OF_GRADIENT)
 }
 #endif
@@ -369,11 +345,12 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     const float power = POWER;
 
     float sum_k[MT][DK / 8][4], sum_v[MT][DV / 8][4];
+    fetch(own, OWN, DK, k, START(k), &k_by, first, keys, ONE_HEAD, width, t);
+    fetch(values, OWN, DV, v, START(v), &v_by, first, keys, ONE_HEAD, value_width, t);
+    TRY
     CLEAR(sum_k, DK);
     CLEAR(sum_v, DV);
     uint r0 = next_tile(&n, 0, first, OTHER);
-    fetch(own, OWN, DK, k, START(k), &k_by, first, keys, ONE_HEAD, width, t);
-    fetch(values, OWN, DV, v, START(v), &v_by, first, keys, ONE_HEAD, value_width, t);
     fetch(q_tiles, OTHER, DK, q, q0, &q_by, r0, rows, queries, width, t);
     fetch(grad_tiles, OTHER, DV, grad, grad0, &grad_by, r0, rows, queries, value_width, t);
     COMMIT_COPIES;
@@ -407,7 +384,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             #define OF_MASK (MASK && ROW < rows ? mask0 + (one_head ? head / queries : ROW / queries) * mask_by.head + QUERY(ROW) * mask_by.row : 0)
             HIDE(s, SEES, OF_MASK, first + m + 16 * i + ROW_OF(r))
         }
-        uint weights[MT][NT][2];
+        WEIGHTS(weights);
         EACH(c, NT) {
             const float2 base = *(__local float2 *)&stats[slot][0][8 * c + COLUMN_OF(0)];
             EACH(i, MT) EACH(h, 2) {
@@ -416,7 +393,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
                 const float y = WEIGHT(s[i][c][2 * h + 1], base.y);
                 s[i][c][2 * h] = x;
                 s[i][c][2 * h + 1] = y;
-                weights[i][c][h] = halves(x * KEPT(row, column), y * KEPT(row + 1, column));
+                SET_WEIGHTS(weights, i, c, h, x * KEPT(row, column), y * KEPT(row + 1, column));
             }
         }
         ADD_PRODUCT(sum_v, weights, grad_tile, DV)
@@ -430,7 +407,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
                 const uint row = r0 + 8 * c + COLUMN_OF(0), column = first + m + 16 * i + ROW_OF(2 * h);
                 const float x = s[i][c][2 * h] * (dp[i][c][2 * h] * KEPT(row, column) - less.x);
                 const float y = s[i][c][2 * h + 1] * (dp[i][c][2 * h + 1] * KEPT(row + 1, column) - less.y);
-                weights[i][c][h] = halves(x, y);
+                SET_WEIGHTS(weights, i, c, h, x, y);
             }
         }
         ADD_PRODUCT(sum_k, weights, q_tile, DK)
@@ -441,6 +418,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         }
         r0 = after;
     }
+    UNTIL(POISON(sum_k, DK) POISON(sum_v, DV))
     STORE_ROWS(sum_k, DK, dk, START(dk), dk_by, keys, ONE_HEAD, width, SCALE_OF_GRADIENT)
     STORE_ROWS(sum_v, DV, dv, START(dv), dv_by, keys, ONE_HEAD, value_width, ONE)
 }

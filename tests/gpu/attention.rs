@@ -76,7 +76,7 @@ fn values_and_gradients_are_those_of_the_cpu() {
 }
 
 /// Queries, keys and values around the tiles of tensor cores (64 or 128 queries, 32 or 64 keys), with heads that fill these or do not.
-const OF_HALVES: [[&[usize]; 3]; 9] = [
+const OF_TILES: [[&[usize]; 3]; 9] = [
     [&[1, 2, 65, 32], &[1, 2, 33, 32], &[1, 2, 33, 32]],
     [&[1, 2, 64, 64], &[1, 2, 64, 64], &[1, 2, 64, 64]],
     [&[2, 1, 129, 64], &[2, 1, 127, 64], &[2, 1, 127, 64]],
@@ -89,15 +89,18 @@ const OF_HALVES: [[&[usize]; 3]; 9] = [
 ];
 
 #[test]
-fn halves_on_tensor_cores() {
-    for device in gpus("attention::halves_on_tensor_cores") {
+fn on_tensor_cores() {
+    for device in gpus("attention::on_tensor_cores") {
         let calls = [None, Some(DType::Bool), Some(DType::F32)].map(|mask| [(mask, false), (mask, true)]);
-        let calls = [(DType::F16, 3e-3), (DType::BF16, 2e-2)]
+        let calls = [(DType::F16, 3e-3), (DType::BF16, 2e-2), (DType::F32, 2e-5)]
             .map(|of| calls.as_flattened().iter().map(move |&call| (of, call)));
         let calls = calls.into_iter().flatten().enumerate();
         // On a processor each takes seconds to compile.
         for (i, ((dtype, tolerance), (mask, is_causal))) in calls.filter(|&(i, _)| is_gpu(device) || i == 4) {
-            for [of_q, of_k, of_v] in cases(&OF_HALVES, OF_HALVES.len(), device) {
+            for shapes in cases(&OF_TILES, OF_TILES.len(), device) {
+                // Fewer groups than a GPU has compute units have no tensor cores for f32.
+                let batch = if dtype == DType::F32 && is_gpu(device) { 70 } else { shapes[0][0] };
+                let [of_q, of_k, of_v] = shapes.map(|of| [&[batch], &of[1..]].concat());
                 let (heads, queries, keys) = (of_q[1], of_q[2], of_k[2]);
                 let call = |to: DType, device: Device| {
                     // Rows that are gapped, by 16, 8 or 4 bytes.
@@ -108,7 +111,7 @@ fn halves_on_tensor_cores() {
                         let t = t.to_dtype(to).unwrap().to_device(device).unwrap().narrow(-1, gap, of[3]).unwrap();
                         t.detach().requires_grad_(true).unwrap()
                     };
-                    let leaves = [made(of_q, 0), made(of_k, 1), made(of_v, 2)];
+                    let leaves = [made(&of_q, 0), made(&of_k, 1), made(&of_v, 2)];
                     let shown = |dtype: DType| {
                         let t = upload(&numbers(heads * keys, 3), &[1, heads, 1, keys], DType::F64, Device::Cpu);
                         let t = if dtype == DType::Bool { t.gt_scalar(-0.6).unwrap() } else { t.to_dtype(to).unwrap() };
@@ -127,6 +130,40 @@ fn halves_on_tensor_cores() {
                 assert_same(&got, &want, tolerance, &what);
             }
         }
+    }
+}
+
+/// Infinities in f32 are what they are by arithmetic, though parts of them, which tensor cores multiply, are not.
+#[test]
+fn infinities() {
+    /// So many that tensor cores multiply.
+    const HEADS: usize = 50;
+    for device in gpus("attention::infinities") {
+        let call = |dtype: DType, device: Device| {
+            let numbers = |seed: usize, at: usize, value: f64| {
+                let mut numbers = numbers(HEADS * 130 * 64, seed);
+                numbers[at] = value;
+                numbers
+            };
+            // Queries have positive numbers where one of the first head's keys has -inf: its weight is 0.
+            let positive = (0..HEADS * 130 * 64).map(|i| if i % 64 == 3 { 0.5 } else { (i % 37) as f64 / 37.0 - 0.4 });
+            let made = |numbers: &[f64]| {
+                let t = upload(numbers, &[HEADS, 130, 64], DType::F32, Device::Cpu).to_dtype(dtype).unwrap();
+                t.to_device(device).unwrap().requires_grad_(true).unwrap()
+            };
+            let (k, v) = (numbers(1, 40 * 64 + 3, f64::NEG_INFINITY), numbers(2, (130 + 7) * 64 + 5, f64::INFINITY));
+            let [q, k, v] = [made(&positive.collect::<Vec<_>>()), made(&k), made(&v)];
+            let y = q.scaled_dot_product_attention(&k, &v, Attention::default()).unwrap();
+            let weights = upload(&self::numbers(y.numel(), 5), &[HEADS, 130, 64], dtype, device);
+            y.backward_with(&weights).unwrap();
+            // Of the second head every gradient of queries and keys has a part inf - inf.
+            let of_first = |t: &Tensor| values(&t.narrow(0, 0, 1).unwrap());
+            [values(&y), of_first(&q.grad().unwrap()), of_first(&k.grad().unwrap()), values(&v.grad().unwrap())]
+                .concat()
+        };
+        let want = call(DType::F64, Device::Cpu);
+        assert!(want.iter().any(|x| x.is_infinite()) && want.iter().any(|x| x.is_nan()));
+        assert_same(&call(DType::F32, device), &want, 2e-5, "infinities");
     }
 }
 

@@ -1,5 +1,5 @@
-//! Attention in one kernel, and its gradients in two: `kernels/attention.cl`, then `attention_tiles.cl`, or `attention_mma.cl` where tensor
-//! cores multiply.
+//! Attention in one kernel, and its gradients in two: `kernels/attention.cl`, then `attention_tiles.cl`, or `attention_products.cl` and
+//! `attention_mma.cl` where tensor cores multiply.
 
 use std::sync::Arc;
 
@@ -24,6 +24,8 @@ const MMA: &str = concat!(
     "\n",
     include_str!("../../../kernels/attention.cl"),
     "\n",
+    include_str!("../../../kernels/attention_products.cl"),
+    "\n",
     include_str!("../../../kernels/attention_mma.cl")
 );
 
@@ -36,7 +38,9 @@ pub(crate) fn has(a: &FusedAttention) -> Result<bool> {
     let device = a.q.cl_device()?;
     let [heads, queries, keys, width, value_width] = a.sizes();
     let by_products = || {
-        attention_tile::many_halves(device, a) && attention_tile::copied_at_once(device, a, &[a.q, a.k, a.v]).is_none()
+        a.q.dtype.size() == 2
+            && attention_tile::many_for_tensor_cores(device, a)
+            && attention_tile::copied_at_once(device, a, &[a.q, a.k, a.v]).is_none()
     };
     Ok(!is_processor(device)
         && !by_products()
@@ -72,11 +76,16 @@ pub(crate) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> R
     let [q, k, v, mask] = operands(a);
     let tensors = [q, k, v, mask, out, logsumexp];
     run(OpKind::Attention, a, &tensors, |device| {
-        let shape = Launches::new(device, a, &tensors[..5]);
-        // Few tiles of queries share the device's compute units with their keys; on tensor cores there are many queries.
-        let groups = shape.groups(Entry::Forward, shape.tiles(Entry::Forward)[0]);
-        let wanted = (4 * device.info().compute_units.max(1)).div_ceil(groups);
-        let parts = if shape.copy.is_some() { 1 } else { wanted.min(a.sizes()[2] / KEYS_OF_A_PART).max(1) };
+        let mut shape = Launches::new(device, a, &tensors[..5]);
+        // Few tiles of queries share the device's compute units with their keys, not on tensor cores, where there are many queries.
+        let (units, mut parts) = (device.info().compute_units.max(1), 1);
+        let groups = |shape: &Launches| shape.groups(Entry::Forward, shape.tiles(Entry::Forward)[0]);
+        if a.q.dtype == DType::F32 && groups(&shape) < units {
+            shape.copy = None;
+        }
+        if shape.copy.is_none() {
+            parts = (4 * units).div_ceil(groups(&shape)).min(a.sizes()[2] / KEYS_OF_A_PART).max(1);
+        }
         let (tile, kernel) = shape.kernel(if parts > 1 { Entry::Split } else { Entry::Forward })?;
         let groups = shape.groups(Entry::Forward, tile);
         let mut launch = KernelLaunch::new(kernel, groups * parts * tile.group(), tile.group());
@@ -153,7 +162,10 @@ impl<'a> Launches<'a> {
         let last = moved.iter().map(|t| t.shape().dims()[t.rank() - 1] as isize);
         let mut starts = moved.iter().flat_map(|t| attention_tile::row_starts(t)).chain(last);
         let width = match moved.iter().all(|t| t.strides()[t.rank() - 1] == 1) {
-            true if copy.is_some() => 1 + usize::from(starts.all(|start| start % 2 == 0)),
+            true if copy.is_some() => {
+                let piece = if a.q.dtype == DType::F32 { 4 } else { 2 };
+                if starts.all(|start| start % piece == 0) { piece as usize } else { 1 }
+            }
             true => vector_width(device, a.q.dtype, starts),
             false => 1,
         };
@@ -211,14 +223,14 @@ impl<'a> Launches<'a> {
                 Entry::Keys => "KEYS",
             };
             let (moves, template) = match copy {
-                Some(copy) => (format!("#define COPY {copy}\n{}", flag(width == 2, "OUT_PAIRS")), MMA),
+                Some(copy) => (format!("#define COPY {copy}\n{}", flag(width > 1, "OUT_WIDE")), MMA),
                 None => (vector_defines(dtype, width), TILES),
             };
             format!(
                 "#define A {dtype}\n#define Z {z}\n#define MASK {mask}\n#define ACC {}\n#define ACC_NAME {acc:?}\n\
                  #define NB {rank}\n#define DK {k}\n#define DV {v}\n#define {entry}\n{}{moves}{}{template}",
                 acc.cl_name(),
-                tile.defines(dtype),
+                tile.defines(dtype, k.max(v)),
                 flag(dropout == 1, "DROPOUT"),
             )
         })

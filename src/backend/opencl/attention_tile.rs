@@ -2,7 +2,7 @@
 
 use crate::backend::opencl::geometry::declarable_local_memory;
 use crate::backend::problem::attention::FusedAttention;
-use crate::device::opencl::{ClDevice, SM_90A};
+use crate::device::opencl::{ClDevice, MOST_REGISTERS, SM_90A};
 use crate::{DType, Tensor};
 
 /// The widest heads: of wider ones a tile of a few rows fills the local memory.
@@ -11,7 +11,7 @@ pub(crate) const WIDEST_HEAD: usize = 256;
 /// The widest whose gradients stay in registers where tensor cores multiply.
 const WIDEST_MMA: usize = 128;
 
-/// Queries up to which halves are multiplied in f32 on a device with tensor cores, of whose fragments most would be empty.
+/// Queries up to which tensor cores, of whose fragments most would be empty, do not multiply.
 const FEW_QUERIES: usize = 16;
 
 /// What the template is compiled to; see there.
@@ -54,11 +54,14 @@ const fn mma(fragments: usize, other: usize) -> Tile {
     Tile::Mma { warps: 4, fragments, other, wgmma: false }
 }
 
+/// Registers that a work-item takes at most where tensor cores multiply f32 in heads of up to 64: three groups share a compute unit.
+const REGISTERS: usize = 168;
+
 const WGMMA: Tile = Tile::Mma { warps: 4, fragments: 1, other: 64, wgmma: true };
 
-/// Whether these are halves, and enough of them, on a device whose tensor cores multiply them.
-pub(crate) fn many_halves(device: &ClDevice, a: &FusedAttention) -> bool {
-    a.q.dtype.size() == 2 && a.sizes()[1] > FEW_QUERIES && device.tensor_cores().local > 0
+/// Whether these are halves or f32, and enough of them, on a device whose tensor cores multiply them.
+pub(crate) fn many_for_tensor_cores(device: &ClDevice, a: &FusedAttention) -> bool {
+    a.q.dtype.size() <= 4 && a.sizes()[1] > FEW_QUERIES && device.tensor_cores().local > 0
 }
 
 /// Bytes of these tensors' rows that are copied at once where tensor cores multiply; none where others have to: where rows are not contiguous
@@ -67,7 +70,7 @@ pub(crate) fn copied_at_once(device: &ClDevice, a: &FusedAttention, tensors: &[&
     let [.., width, value_width] = a.sizes();
     let last = |t: &Tensor| t.rank() - 1;
     let in_rows = tensors.iter().all(|t| t.strides()[last(t)] == 1 || t.shape().dims()[last(t)] == 1);
-    let taken = many_halves(device, a)
+    let taken = many_for_tensor_cores(device, a)
         && in_rows
         && width.max(value_width) <= WIDEST_MMA
         && a.scale as f32 >= f32::MIN_POSITIVE;
@@ -154,6 +157,8 @@ impl Tile {
         let (units, cores) = (device.info().compute_units, device.tensor_cores());
         let [.., width, value_width] = a.sizes();
         let tiles: &[Tile] = match (entry, width.max(value_width) > 64) {
+            (Entry::Queries | Entry::Keys, true) if a.q.dtype == DType::F32 => &[mma(1, 16)],
+            _ if a.q.dtype == DType::F32 => &[mma(1, 32)],
             _ if cores.wgmma => &[WGMMA],
             (Entry::Keys, false) => &[mma(2, 32), mma(1, 32)],
             (Entry::Forward, false) => &[mma(1, 64), mma(1, 32)],
@@ -175,16 +180,21 @@ impl Tile {
     }
 
     /// What the template is told of it.
-    pub(crate) fn defines(self, dtype: DType) -> String {
+    pub(crate) fn defines(self, dtype: DType, widest: usize) -> String {
         match self {
             Tile::Plain { columns, rows, mi, ni } => {
                 format!("#define TX {columns}\n#define TY {rows}\n#define MI {mi}\n#define NI {ni}\n")
             }
             Tile::Mma { warps, fragments, other, wgmma } => {
                 let target = if wgmma { SM_90A } else { "" };
-                let unit = if dtype == DType::F16 { "f16" } else { "bf16" };
+                let registers = match (dtype, widest) {
+                    (DType::F32, ..=64) => format!("{MOST_REGISTERS}{REGISTERS}\n"),
+                    _ => String::new(),
+                };
+                let size = dtype.size();
                 format!(
-                    "{target}#define MMA \"{unit}\"\n#define WARPS {warps}\n#define MT {fragments}\n#define OTHER {other}\n"
+                    "{target}{registers}#define MMA \"{dtype}\"\n#define SIZE {size}\n#define WARPS {warps}\n\
+                     #define MT {fragments}\n#define OTHER {other}\n"
                 )
             }
         }

@@ -30,6 +30,10 @@ use crate::{Error, Result};
 pub(crate) const SM_90A: &str = "#define SM_90A\n";
 const HIDDEN: &str = "//@ ";
 
+/// A line of a source that ends with how many registers a work-item may take, where the compiler is NVIDIA's: it takes as many as help one,
+/// which can leave a compute unit with few of them.
+pub(crate) const MOST_REGISTERS: &str = "#define MOST_REGISTERS ";
+
 /// What the crate's own sources call, declared: see there.
 const BUILTINS: &str = include_str!("../../../kernels/builtins.cl");
 /// Leaves out clang's header of 18,000 lines, whose include guard this is. PoCL includes it twice in every program, which is
@@ -111,6 +115,14 @@ impl ClDevice {
         // PoCL keeps what it compiles in files of its own. Its binaries take as long to load as that, and longer to get: for one it
         // compiles work-group functions of any size, which no launch runs.
         let cache = Cache::of_process().filter(|_| !self.is_pocl());
+        let registers = source.lines().find_map(|line| line.strip_prefix(MOST_REGISTERS));
+        if let Some(registers) = registers {
+            let options = format!("-cl-nv-maxrregcount={registers} ");
+            match self.build_cached(By::Crate, name, source, &options, entry, cache) {
+                Err(Error::Build { .. }) => {} // a driver without the option
+                made => return made,
+            }
+        }
         self.build_cached(By::Crate, name, source, "", entry, cache)
     }
 

@@ -25,6 +25,17 @@ fn hidden_instructions_are_opened_or_refused() {
 }
 
 #[test]
+fn registers_are_limited_where_the_compiler_can() {
+    for device in devices() {
+        let source = format!("{MOST_REGISTERS}64\n__kernel void limited(__global int* x) {{ x[0] = MOST_REGISTERS; }}");
+        let kernel = device.build("limited", &source, "limited").unwrap();
+        let out = buffer(device, &[0; 4]);
+        device.launch(&kernel, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
+        assert_eq!(contents(device, &out), 64i32.to_ne_bytes());
+    }
+}
+
+#[test]
 fn programs_come_back_from_disk() {
     for i in 0..count() {
         let dir = tempfile::tempdir().unwrap();
