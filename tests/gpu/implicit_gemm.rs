@@ -1,7 +1,7 @@
 //! Convolutions of several channels and their gradients, which tensor cores multiply without columns, beside the CPU device, which is
 //! tested against the definition.
 
-use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, Result};
+use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, MemoryFormat, Result};
 
 use crate::common::gpus::{assert_same, cases, everywhere, is_gpu, upload};
 use crate::common::values;
@@ -32,8 +32,8 @@ impl Case {
         Case { groups, ..self }
     }
 
-    /// The result and the gradients of images, weight and bias; images, weight and the result's gradient are channels-last, or images are views of
-    /// larger ones with reversed rows.
+    /// The result and the gradients of images, weight and bias; images are channels-last, and on GPUs the weight and the
+    /// result's gradient, or images are views of larger ones with reversed rows.
     fn made(&self, dtype: DType, last: bool, transposed: bool, device: Device) -> Result<Vec<Vec<f64>>> {
         let Case { n, groups, channels: [inner, outer], image: [h, w], kernel: [kh, kw], stride, padding, dilation } =
             *self;
@@ -43,12 +43,14 @@ impl Case {
             let numbers: Vec<f64> = (0..shape.iter().product()).map(number).collect();
             upload(&numbers, shape, dtype, device).requires_grad_(true)
         };
+        // A processor's compiler does not come to an end with some of the kernels of GPUs that read such weights and gradients.
+        let format = if last && is_gpu(device) { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
         let (c, o) = (groups * inner, groups * outer);
         let (given, made) = if transposed { (o, c) } else { (c, o) };
         let whole = if last { put(&[n, h, w, given], 1)? } else { put(&[n, given, 2 * h, w], 1)? };
         let x = if last { whole.permute(&[0, 3, 1, 2])? } else { whole.slice(2, 1, None, 2)?.flip([3])? };
-        let (weights, bias) = (put(&if last { [o, kh, kw, inner] } else { [o, inner, kh, kw] }, 2)?, put(&[made], 3)?);
-        let weight = if last { weights.permute(&[0, 3, 1, 2])? } else { weights.shallow_clone() };
+        let (weights, bias) = (put(&[o, inner, kh, kw], 2)?, put(&[made], 3)?);
+        let weight = weights.to_memory_format(format)?;
         let y = match transposed {
             false => {
                 x.conv2d(&weight, Some(&bias), ConvOptions { stride, padding: padding.into(), dilation, groups })?
@@ -61,10 +63,8 @@ impl Case {
             }
         };
         // In the order of the images on tensor cores, else row-major.
-        assert!(y.is_contiguous() || last && y.permute(&[0, 2, 3, 1])?.is_contiguous());
-        let [n, c, h, w] = [0, 1, 2, 3].map(|d| y.shape().dims()[d]);
-        let grad = if last { put(&[n, h, w, c], 4)?.permute(&[0, 3, 1, 2])? } else { put(&[n, c, h, w], 4)? };
-        y.backward_with(&grad.detach())?;
+        assert!(y.is_contiguous() || last && y.is_contiguous_in(MemoryFormat::ChannelsLast));
+        y.backward_with(&put(y.shape().dims(), 4)?.detach().to_memory_format(format)?)?;
         let grads = [&whole, &weights, &bias].map(|t| values(&t.grad().unwrap()));
         Ok(std::iter::once(values(&y.detach())).chain(grads).collect())
     }
