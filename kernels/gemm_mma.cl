@@ -34,7 +34,7 @@
             const int bytes = clamp(min((length), (int)X##LENGTH) * BYTES - (int)(chunk * 16), 0, 16);                 \
             _Pragma("unroll") for (uint e = first; e < end; e++)                                                       \
                 copy_part((to) + COPY_AT(X, e), X##FROM(from, step, e), X##COPY,                                      \
-                          X##INSIDE(e) & (int)(line + e * (THREADS / X##CHUNKS)) < (lines) ? bytes : 0);              \
+                          (X##INSIDE(e) & ((int)(line + e * (THREADS / X##CHUNKS)) < (lines))) ? bytes : 0);          \
         }                                                                                                              \
     }
 
