@@ -1,7 +1,8 @@
 // Convolutions whose groups have one channel of the image each, without columns; comes after strided_dims.cl. The host gives A (dtype)
 // with ACC and ACC_NAME, IDX, and one of WINDOWS, IMAGES, WEIGHT, SUM; taps KH x KW, strides SH and SW, dilations DH and DW, PER.
 // A work-item has PER neighbours of a row. It loads what their taps read of a row of the other tensor into `line` once, 0 where there
-// is nothing. WEIGHT is the gradient of the weight: a group of GROUP work-items adds up the taps of one channel over a part of all
+// is nothing: VEC elements at once from the last multiple of VEC on, SKIP elements before the first that is read. Where VEC is above 1 rows
+// begin and end at multiples of it, and PER is VEC. WEIGHT is the gradient of the weight: a group of GROUP work-items adds up the taps of one channel over a part of all
 // windows, and SUM adds up the parts in their order. So the bits are the same in every run.
 
 #define LOAD CAT(load_, A)
@@ -13,14 +14,36 @@ typedef struct {
     long x[4], y[4], w[3]; // strides: of images, of windows, of the weight's channels and taps
 } Sizes;
 
+#if VEC > 1
+#define LOADED(line) ((SKIP + (line) + VEC - 1) / VEC * VEC)
+#define LOAD_NEIGHBOURS(to, from, at, there)                                                                           \
+    {                                                                                                                  \
+        CAT(A, _t) raw[VEC];                                                                                           \
+        CAT(vstore, VEC)((there) ? *(const __global WIDE_T *)((from) + (at)) : (WIDE_T)(0), 0, raw);                   \
+        _Pragma("unroll") for (int e = 0; e < VEC; ++e)(to)[e] = CAT(from_, A)(raw[e]);                                \
+    }
+#define STORE_ROW(first, end)                                                                                          \
+    {                                                                                                                  \
+        CAT(A, _t) raw[VEC];                                                                                           \
+        _Pragma("unroll") for (int e = 0; e < VEC; ++e) raw[e] = CAT(CAT(CAT(to_, A), _), ACC_NAME)(acc[e]);           \
+        *(__global WIDE_T *)(out + out_at) = CAT(vload, VEC)(0, raw);                                                  \
+    }
+#else
+#define SKIP 0
+#define LOADED(line) (line)
+#define LOAD_NEIGHBOURS(to, from, at, there) *(to) = (there) ? LOAD(from, at) : 0;
+#define STORE_ROW(first, end)                                                                                          \
+    _Pragma("unroll") for (int p = 0; p < PER; ++p) if ((first) + p < (end)) STORE(out, out_at + p, acc[p]);
+#endif
+
 // What the windows from column `first` of grid row `row` on read of the image with tap row kh.
 #define LINE_OF_IMAGE ((PER - 1) * SW + (KW - 1) * DW + 1)
 #define LOAD_IMAGE_LINE(row, first, kh)                                                                                \
-    const int h = (int)(row) * SH - (int)s.padding[0] + (kh) * DH, v0 = (int)(first) * SW - (int)s.padding[1];         \
+    const int h = (int)(row) * SH - (int)s.padding[0] + (kh) * DH, v0 = (int)(first) * SW - (int)s.padding[1] - SKIP;  \
     const bool in = h >= 0 && h < s.image[0];                                                                          \
-    ACC line[LINE_OF_IMAGE];                                                                                           \
-    _Pragma("unroll") for (int j = 0; j < LINE_OF_IMAGE; ++j)                                                          \
-        line[j] = in && v0 + j >= 0 && v0 + j < s.image[1] ? LOAD(x, x_at + h * s.x[2] + (v0 + j) * s.x[3]) : 0;
+    ACC line[LOADED(LINE_OF_IMAGE)];                                                                                   \
+    _Pragma("unroll") for (int j = 0; j < LOADED(LINE_OF_IMAGE); j += VEC)                                             \
+        LOAD_NEIGHBOURS(line + j, x, x_at + h * s.x[2] + (v0 + j) * s.x[3], in && v0 + j >= 0 && v0 + j < s.image[1])
 
 #ifdef WINDOWS
 __kernel void depthwise(const __global CAT(A, _t) *x, ulong x_at, const __global CAT(A, _t) *w, ulong w_at,
@@ -43,13 +66,11 @@ __kernel void depthwise(const __global CAT(A, _t) *x, ulong x_at, const __global
         for (int kw = 0; kw < KW; ++kw) {
             const ACC tap = LOAD(w, w_at + kh * s.w[1] + kw * s.w[2]);
             #pragma unroll
-            for (int p = 0; p < PER; ++p) acc[p] = fma(line[p * SW + kw * DW], tap, acc[p]);
+            for (int p = 0; p < PER; ++p) acc[p] = fma(line[SKIP + p * SW + kw * DW], tap, acc[p]);
         }
     }
     out_at += (((ulong)i * s.channels + o) * s.grid[0] + row) * s.grid[1] + first;
-    #pragma unroll
-    for (int p = 0; p < PER; ++p)
-        if (first + p < s.grid[1]) STORE(out, out_at + p, acc[p]);
+    STORE_ROW(first, s.grid[1])
 }
 #endif
 
@@ -72,32 +93,33 @@ __kernel void depthwise(const __global CAT(A, _t) *y, ulong y_at, const __global
         #pragma unroll
         for (int kh = 0; kh < KH; ++kh) {
             // Whole steps from the first window are where a window begins.
-            const int h = (int)row + (int)s.padding[0] - kh * DH, u0 = (int)first + (int)s.padding[1] - (KW - 1) * DW;
+            const int h = (int)row + (int)s.padding[0] - kh * DH;
+            const int u0 = (int)first + (int)s.padding[1] - (KW - 1) * DW - SKIP;
             const bool in = h >= 0 && h % SH == 0 && h / SH < s.grid[0];
-            ACC line[LINE_OF_WINDOWS];
-            bool there[LINE_OF_WINDOWS];
+            ACC line[LOADED(LINE_OF_WINDOWS)];
+            bool there[LOADED(LINE_OF_WINDOWS)];
             #pragma unroll
-            for (int j = 0; j < LINE_OF_WINDOWS; ++j) {
+            for (int j = 0; j < LOADED(LINE_OF_WINDOWS); ++j) {
                 const int u = u0 + j;
                 there[j] = in && u >= 0 && u % SW == 0 && u / SW < s.grid[1];
-                line[j] = there[j] ? LOAD(y, y_row + h / SH * s.y[2] + u / SW * s.y[3]) : 0;
             }
+            #pragma unroll
+            for (int j = 0; j < LOADED(LINE_OF_WINDOWS); j += VEC)
+                LOAD_NEIGHBOURS(line + j, y, y_row + h / SH * s.y[2] + (u0 + j) / SW * s.y[3], there[j])
             #pragma unroll
             for (int kw = 0; kw < KW; ++kw) {
                 const ACC tap = LOAD(w, taps + kh * s.w[1] + kw * s.w[2]);
                 #pragma unroll
                 for (int p = 0; p < PER; ++p) {
                     // A tap that may be infinite is not multiplied by a window that does not exist.
-                    const int j = p + (KW - 1 - kw) * DW;
+                    const int j = SKIP + p + (KW - 1 - kw) * DW;
                     acc[p] = there[j] ? fma(line[j], tap, acc[p]) : acc[p];
                 }
             }
         }
     }
     out_at += (((ulong)i * inner + c) * s.image[0] + row) * s.image[1] + first;
-    #pragma unroll
-    for (int p = 0; p < PER; ++p)
-        if (first + p < s.image[1]) STORE(out, out_at + p, acc[p]);
+    STORE_ROW(first, s.image[1])
 }
 #endif
 
@@ -123,7 +145,7 @@ void depthwise(const __global CAT(A, _t) *x, ulong x_at, const __global CAT(A, _
         y_at = windows + (long)i * s.y[0] + (long)row * s.y[2] + (long)first * s.y[3];
         ACC by[PER];
         #pragma unroll
-        for (int p = 0; p < PER; ++p) by[p] = first + p < s.grid[1] ? LOAD(y, y_at + p * s.y[3]) : 0;
+        for (int p = 0; p < PER; p += VEC) LOAD_NEIGHBOURS(by + p, y, y_at + p * s.y[3], first + p < s.grid[1])
         #pragma unroll
         for (int kh = 0; kh < KH; ++kh) {
             LOAD_IMAGE_LINE(row, first, kh)
@@ -132,7 +154,7 @@ void depthwise(const __global CAT(A, _t) *x, ulong x_at, const __global CAT(A, _
                 #pragma unroll
                 for (int p = 0; p < PER; ++p) {
                     const int k = kh * KW + kw;
-                    acc[k] = first + p < s.grid[1] ? fma(line[p * SW + kw * DW], by[p], acc[k]) : acc[k];
+                    acc[k] = first + p < s.grid[1] ? fma(line[SKIP + p * SW + kw * DW], by[p], acc[k]) : acc[k];
                 }
             }
         }

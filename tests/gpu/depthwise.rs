@@ -53,6 +53,45 @@ fn made(case: &Case, dtype: DType, special: bool, device: Device) -> Result<Vec<
     Ok(std::iter::once(values(&y.detach())).chain(grads).collect())
 }
 
+/// Rows of halves that travel eight or four at once, forward and back, with what is read before and after them; and some that cannot.
+const ROWS: [Case; 6] = [
+    Case { sizes: [2, 3, 1], image: [9, 24], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
+    Case { sizes: [2, 3, 2], image: [6, 12], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
+    Case { sizes: [2, 2, 1], image: [8, 32], kernel: [3, 3], stride: [2, 2], padding: [1, 1], dilation: [1, 1] },
+    Case { sizes: [1, 2, 1], image: [7, 16], kernel: [5, 5], stride: [1, 1], padding: [2, 2], dilation: [1, 1] },
+    Case { sizes: [1, 2, 1], image: [5, 16], kernel: [1, 4], stride: [1, 1], padding: [0, 9], dilation: [1, 6] },
+    Case { sizes: [1, 2, 1], image: [5, 14], kernel: [3, 3], stride: [1, 1], padding: [1, 1], dilation: [1, 1] },
+];
+
+#[test]
+fn rows_of_halves() {
+    for device in everywhere("depthwise::rows_of_halves") {
+        for (i, case) in ROWS.iter().enumerate() {
+            let made = |dtype: DType, device: Device| -> Vec<Vec<f64>> {
+                let Case { sizes: [n, c, multiplier], image: [h, w], kernel: [kh, kw], stride, padding, dilation } =
+                    *case;
+                let put = |shape: &[usize], seed: usize| {
+                    let t = upload(&numbers(shape.iter().product(), seed, false), shape, DType::BF16, Device::Cpu);
+                    t.to_dtype(dtype).unwrap().to_device(device).unwrap()
+                };
+                let leaf = |shape: &[usize], seed: usize| put(shape, seed).requires_grad_(true).unwrap();
+                let (x, weight) = (leaf(&[n, c, h, w], 1), leaf(&[c * multiplier, 1, kh, kw], 2));
+                let options = ConvOptions { stride, padding: padding.into(), dilation, groups: c };
+                let y = x.conv2d(&weight, None, options).unwrap();
+                y.backward_with(&put(y.shape().dims(), 4)).unwrap();
+                vec![values(&y.detach()), values(&x.grad().unwrap()), values(&weight.grad().unwrap())]
+            };
+            let want = made(DType::F64, Device::Cpu);
+            for (dtype, tolerance) in [(DType::F16, 2e-3), (DType::BF16, 1e-2)] {
+                let got = made(dtype, device);
+                for (what, (got, want)) in ["y", "x", "weight"].into_iter().zip(got.iter().zip(&want)) {
+                    assert_same(got, want, tolerance, &format!("{what} of case {i}, {dtype}, {device:?}"));
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn channels_that_are_groups() {
     for device in everywhere("depthwise::channels_that_are_groups") {

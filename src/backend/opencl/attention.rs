@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::attention_tile::{self, Entry, Tile, WIDEST_HEAD};
 use crate::backend::opencl::gemm::is_processor;
-use crate::backend::opencl::geometry::{LOCAL, flag, free_group, vector_defines, vector_width};
+use crate::backend::opencl::geometry::{LOCAL, flag, free_group, row_starts, vector_defines, vector_width};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
@@ -160,7 +160,7 @@ impl<'a> Launches<'a> {
         let results = if backward { &operands[6..] } else { &operands[4..] };
         let moved = if copy.is_some() { results } else { &staged[..] };
         let last = moved.iter().map(|t| t.shape().dims()[t.rank() - 1] as isize);
-        let mut starts = moved.iter().flat_map(|t| attention_tile::row_starts(t)).chain(last);
+        let mut starts = moved.iter().flat_map(|t| row_starts(t)).chain(last);
         let width = match moved.iter().all(|t| t.strides()[t.rank() - 1] == 1) {
             true if copy.is_some() => {
                 let piece = if a.q.dtype == DType::F32 { 4 } else { 2 };

@@ -1,6 +1,6 @@
 //! The tiles that the kernels of attention go over: how large they are on a device, and which of the kernels takes a call.
 
-use crate::backend::opencl::geometry::declarable_local_memory;
+use crate::backend::opencl::geometry::{declarable_local_memory, row_starts};
 use crate::backend::problem::attention::FusedAttention;
 use crate::device::opencl::{ClDevice, MOST_REGISTERS, SM_90A};
 use crate::{DType, Tensor};
@@ -79,13 +79,6 @@ pub(crate) fn copied_at_once(device: &ClDevice, a: &FusedAttention, tensors: &[&
         starts.all(|bytes| bytes.is_multiple_of(copy))
     };
     taken.then(|| [16, 8, 4].into_iter().find(|&copy| aligned(copy))).flatten()
-}
-
-/// Elements of which the distances between rows of a tensor are multiples.
-pub(crate) fn row_starts(t: &Tensor) -> impl Iterator<Item = isize> {
-    let steps = t.shape().dims().iter().zip(t.strides()).rev().skip(1);
-    let steps = steps.map(|(&n, &step)| if n == 1 { 0 } else { step });
-    steps.chain([t.layout.offset as isize])
 }
 
 impl Tile {

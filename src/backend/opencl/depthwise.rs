@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, group_size, is_wide, launch_free, types};
+use crate::backend::opencl::geometry::{
+    STRIDED_DIMS, arguments, group_size, is_wide, launch_free, row_starts, types, vector_defines,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::window;
 use crate::backend::problem::conv::Convolution;
@@ -34,6 +36,14 @@ pub(crate) struct Depthwise {
     per: usize,
 }
 
+/// How many neighbours a work-item has, how many it loads and stores at once, and how many it loads before the first that it needs.
+#[derive(Debug, Clone, Copy)]
+struct Row {
+    per: usize,
+    at_once: usize,
+    skip: usize,
+}
+
 /// What a launch computes; the names are those of the template's macros.
 #[derive(Debug, Clone, Copy)]
 enum Made {
@@ -60,7 +70,31 @@ impl Depthwise {
         Some(Depthwise { windows, inner: groups, per })
     }
 
-    fn kernel(&self, device: &'static ClDevice, made: Made, t: &Tensor, wide: bool) -> Result<Arc<ClKernel>> {
+    /// Halves travel eight or four at once where all rows of both tensors are so many times as long, contiguous and so aligned.
+    fn row(&self, device: &ClDevice, made: Made, from: &[&Tensor]) -> Row {
+        let Windows { image, grid, kernel: [_, kw], stride: [_, sw], padding: [_, pad], dilation: [_, dw], .. } =
+            self.windows;
+        let of_images = matches!(made, Made::Images);
+        let fits = |&per: &usize| {
+            let starts = from.iter().flat_map(|t| row_starts(t));
+            let line = (per - 1) * sw + (kw - 1) * dw + 1;
+            line <= LINE
+                && (sw == 1 || !of_images)
+                && image[1].is_multiple_of(per)
+                && grid[1].is_multiple_of(per)
+                && from.iter().all(|t| t.dtype.size() == 2 && t.strides()[3] == 1)
+                && starts.map(isize::unsigned_abs).all(|start| start.is_multiple_of(per))
+        };
+        match [8, 4].into_iter().filter(|_| device.info().kind != DeviceKind::Cpu).find(fits) {
+            Some(at_once) => {
+                let before = if of_images { pad as isize - ((kw - 1) * dw) as isize } else { -(pad as isize) };
+                Row { per: at_once, at_once, skip: before.rem_euclid(at_once as isize) as usize }
+            }
+            None => Row { per: self.per, at_once: 1, skip: 0 },
+        }
+    }
+
+    fn kernel(&self, device: &'static ClDevice, made: Made, row: Row, t: &Tensor, wide: bool) -> Result<Arc<ClKernel>> {
         let Windows { kernel: [kh, kw], stride: [sh, sw], dilation: [dh, dw], .. } = self.windows;
         let (name, group) = match made {
             Made::Windows => ("WINDOWS", 0),
@@ -68,13 +102,15 @@ impl Depthwise {
             Made::Weight { group } => ("WEIGHT", group),
             Made::Sum => ("SUM", 0),
         };
-        let sizes = [kh, kw, sh, sw, dh, dw, self.per, group].map(|n| n as u64);
-        let params: SmallVec<[u64; 10]> = sizes.into_iter().chain([t.dtype as u64, wide.into()]).collect();
+        let Row { per, at_once, skip } = row;
+        let sizes = [kh, kw, sh, sw, dh, dw, per, at_once, skip, group].map(|n| n as u64);
+        let params: SmallVec<[u64; 12]> = sizes.into_iter().chain([t.dtype as u64, wide.into()]).collect();
         kernel(device, KernelKey::new(name, &params), "depthwise", || {
             format!(
                 "#define {name}\n#define GROUP {group}\n#define KH {kh}\n#define KW {kw}\n#define SH {sh}\n#define SW {sw}\n\
-                 #define DH {dh}\n#define DW {dw}\n#define PER {}\n{}{STRIDED_DIMS}{TEMPLATE}",
-                self.per,
+                 #define DH {dh}\n#define DW {dw}\n#define PER {per}\n{}{}{}{STRIDED_DIMS}{TEMPLATE}",
+                if at_once > 1 { format!("#define SKIP {skip}\n") } else { String::new() },
+                vector_defines(t.dtype, at_once),
                 types(t.dtype, wide)
             )
         })
@@ -96,10 +132,11 @@ impl Depthwise {
         weight: &Tensor,
         bias: Option<&Tensor>,
         out: &Tensor,
-        count: usize,
     ) -> Result<()> {
-        let device = out.cl_device()?;
-        let kernel = self.kernel(device, made, from, is_wide([out.numel(), count]))?;
+        let (device, [n, channels, rows, columns]) = (out.cl_device()?, four(out));
+        let row = self.row(device, made, &[from]);
+        let count = n * channels * rows * columns.div_ceil(row.per);
+        let kernel = self.kernel(device, made, row, from, is_wide([out.numel(), count]))?;
         let words = self.words(four(weight)[0], from, from, weight);
         let (x, w, y) = (from.device_view()?, weight.device_view()?, out.device_view()?);
         let bias_or_any = bias.unwrap_or(out).device_view()?;
@@ -119,7 +156,7 @@ impl Depthwise {
     fn launch_sum(&self, device: &'static ClDevice, sums: &Tensor, parts: usize, out: &Tensor) -> Result<()> {
         let (from, to) = (sums.device_view()?, out.device_view()?);
         let args = arguments(&[&from, &to], [Arg::U64(out.numel() as u64), Arg::U64(parts as u64)]);
-        let kernel = self.kernel(device, Made::Sum, out, false)?;
+        let kernel = self.kernel(device, Made::Sum, Row { per: 1, at_once: 1, skip: 0 }, out, false)?;
         launch_free(device, &kernel, &args, out.numel())
     }
 
@@ -131,8 +168,7 @@ impl Depthwise {
             _ => (self.inner, self.windows.image),
         };
         let out = Tensor::empty_like_shape([n, channels, rows, columns], from.dtype, from.device())?;
-        let count = n * channels * rows * columns.div_ceil(self.per);
-        self.launch_gather(made, from, weight, bias, &out, count)?;
+        self.launch_gather(made, from, weight, bias, &out)?;
         Ok(written(out))
     }
 }
@@ -159,7 +195,8 @@ impl Convolution for Depthwise {
         };
         // A processor's work-items work alone, and are as many as there are channels and parts.
         let group = if device.info().kind == DeviceKind::Cpu { 1 } else { group_size(device) };
-        let count = n * rows * columns.div_ceil(self.per);
+        let row = self.row(device, Made::Weight { group }, &[x, y]);
+        let count = n * rows * columns.div_ceil(row.per);
         let units = device.info().compute_units.max(1);
         let enough = if group == 1 { 8 * units } else { units * BUSY / group };
         let parts = enough.div_ceil(channels).min(count.div_ceil(8 * group)).max(1);
@@ -171,7 +208,7 @@ impl Convolution for Depthwise {
         let words = Arg::Bytes(bytemuck::cast_slice(&words));
         let (from_x, from_y, to) = (x.device_view()?, y.device_view()?, sums.device_view()?);
         let args = arguments(&[&from_x, &from_y, &to], [words, Arg::U64(count as u64), Arg::U64(each as u64)]);
-        let kernel = self.kernel(device, Made::Weight { group }, x, wide)?;
+        let kernel = self.kernel(device, Made::Weight { group }, row, x, wide)?;
         device.launch(&kernel, &args, &[channels * parts * group], &[group])?;
         self.launch_sum(device, &sums, parts, &out)?;
         Ok(written(out))

@@ -6,7 +6,7 @@ use crate::backend::opencl::kernels::BufferView;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::layout::collapse::StridedDims;
-use crate::{DType, Result};
+use crate::{DType, Result, Tensor};
 
 /// Strided dims, loads of 16 elements, and folds over a work-group: what comes ahead of most templates.
 pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
@@ -74,6 +74,13 @@ pub(crate) fn lanes(group: usize, by_column: bool, n: usize, columns: usize, eno
         columns_at_once /= 2;
     }
     (group / columns_at_once).clamp(1, most)
+}
+
+/// Elements of which the distances between rows of a tensor are multiples.
+pub(crate) fn row_starts(t: &Tensor) -> impl Iterator<Item = isize> {
+    let steps = t.shape().dims().iter().zip(t.strides()).rev().skip(1);
+    let steps = steps.map(|(&n, &step)| if n == 1 { 0 } else { step });
+    steps.chain([t.layout.offset as isize])
 }
 
 /// VEC and WIDE_T: see the kernels that use them.
