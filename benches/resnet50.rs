@@ -104,7 +104,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         first.insert("labels", labels.shallow_clone());
         (path, first)
     });
-    let mut optimizer = Sgd::new(net.parameters_mut(), SgdConfig { lr: 1e-3, momentum: 0.9, ..Default::default() })?;
+    let mut optimizer = Sgd::new(net.parameters_mut(), SgdConfig { lr: 1e-4, momentum: 0.9, ..Default::default() })?;
     let half = (dtype != DType::F32).then_some(dtype);
     let mut step = |number: usize| -> Result<Tensor> {
         let at = (number % BATCHES) as isize;

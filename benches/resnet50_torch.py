@@ -55,7 +55,7 @@ if len(sys.argv) > 6:
 net = net.to(device, memory_format=torch.channels_last)
 images, labels = images.to(device).permute(0, 1, 4, 2, 3), labels.to(device)
 run = torch.compile(net) if len(sys.argv) > 5 and sys.argv[5] == "compile" else net
-optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
 
 
 def step(number):
