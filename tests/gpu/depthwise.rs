@@ -1,6 +1,6 @@
 //! Convolutions of which every channel is a group, and their gradients: beside the CPU device, which is tested against the definition.
 
-use claystone::{ConvOptions, DType, Device, Result};
+use claystone::{ConvOptions, DType, Device, MemoryFormat, Result};
 
 use crate::common::gpus::{assert_same, everywhere, upload};
 use crate::common::values;
@@ -87,6 +87,37 @@ fn rows_of_halves() {
                 for (what, (got, want)) in ["y", "x", "weight"].into_iter().zip(got.iter().zip(&want)) {
                     assert_same(got, want, tolerance, &format!("{what} of case {i}, {dtype}, {device:?}"));
                 }
+            }
+        }
+    }
+}
+
+/// Channels-last images and gradients: results have their format and the values of row-major ones.
+#[test]
+fn channels_last() {
+    let made = |format: MemoryFormat, device: Device| -> Result<Vec<Vec<f64>>> {
+        let put = |shape: &[usize], seed: usize| {
+            let t = upload(&numbers(shape.iter().product(), seed, false), shape, DType::F32, device);
+            t.to_memory_format(format)?.requires_grad_(true)
+        };
+        let (x, weight) = (put(&[2, 16, 9, 12], 1)?, put(&[16, 1, 3, 3], 2)?);
+        let options = ConvOptions { padding: 1.into(), groups: 16, ..ConvOptions::default() };
+        let y = x.conv2d(&weight, None, options)?;
+        let gradient = put(y.shape().dims(), 4)?;
+        y.backward_with(&gradient.detach())?;
+        let results = [y.detach(), x.grad().unwrap(), weight.grad().unwrap()];
+        // The CPU device's are row-major.
+        assert!(
+            device == Device::Cpu || results[..2].iter().all(|t| t.is_contiguous_in(format)),
+            "{format} on {device}"
+        );
+        Ok(results.iter().map(values).collect())
+    };
+    for device in everywhere("depthwise::channels_last") {
+        let want = made(MemoryFormat::Contiguous, Device::Cpu).unwrap();
+        for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
+            for (got, want) in made(format, device).unwrap().iter().zip(&want) {
+                assert_same(got, want, 1e-5, &format!("{format} on {device}"));
             }
         }
     }

@@ -81,7 +81,7 @@ pub(crate) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> R
         let (units, mut parts) = (device.info().compute_units.max(1), 1);
         let groups = |shape: &Launches| shape.groups(Entry::Forward, shape.tiles(Entry::Forward)[0]);
         if a.q.dtype == DType::F32 && groups(&shape) < units {
-            shape.copy = None;
+            shape = Launches::copying(device, a, &tensors[..5], None);
         }
         if shape.copy.is_none() {
             parts = (4 * units).div_ceil(groups(&shape)).min(a.sizes()[2] / KEYS_OF_A_PART).max(1);
@@ -133,6 +133,11 @@ pub(crate) fn backward(a: &FusedAttention, of: &Attended, results: [&Tensor; 3])
     })
 }
 
+/// Of the operands of a launch those that every kernel has in local memory: queries, keys, values and the result's gradient.
+fn staged<'a>(operands: &'a [&'a Tensor]) -> impl Iterator<Item = &'a Tensor> {
+    operands[..3].iter().chain(operands.get(5)).copied()
+}
+
 /// What the launches of a call have in common.
 struct Launches<'a> {
     device: &'static ClDevice,
@@ -150,13 +155,22 @@ struct Launches<'a> {
 
 impl<'a> Launches<'a> {
     fn new(device: &'static ClDevice, a: &'a FusedAttention<'a>, operands: &'a [&'a Tensor]) -> Launches<'a> {
+        // The kernels for tensor cores also copy the result of the forward pass to local memory.
+        let result = (operands.len() > 5).then(|| operands[4]);
+        let all: SmallVec<[&Tensor; 5]> = staged(operands).chain(result).collect();
+        Launches::copying(device, a, operands, attention_tile::copied_at_once(device, a, &all))
+    }
+
+    /// [`new`](Self::new) with so many bytes copied at once where tensor cores are to multiply.
+    fn copying(
+        device: &'static ClDevice,
+        a: &'a FusedAttention<'a>,
+        operands: &'a [&'a Tensor],
+        copy: Option<usize>,
+    ) -> Launches<'a> {
         let batch = StridedDims::new(&a.batch(), operands.iter().map(|t| &t.strides()[..t.rank() - 3]));
         let backward = operands.len() > 5;
-        // The tensors that are copied to local memory; the kernels for tensor cores also copy the result.
-        let of_gradient = backward.then(|| &operands[5]);
-        let staged: SmallVec<[&Tensor; 5]> = operands[..3].iter().chain(of_gradient).copied().collect();
-        let all: SmallVec<[&Tensor; 5]> = staged.iter().copied().chain(backward.then(|| operands[4])).collect();
-        let copy = attention_tile::copied_at_once(device, a, &all);
+        let staged: SmallVec<[&Tensor; 5]> = staged(operands).collect();
         let results = if backward { &operands[6..] } else { &operands[4..] };
         let moved = if copy.is_some() { results } else { &staged[..] };
         let last = moved.iter().map(|t| t.shape().dims()[t.rank() - 1] as isize);
