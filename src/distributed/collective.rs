@@ -27,7 +27,7 @@ pub(super) struct Membership {
     /// Whether calls are compared with the other ranks'.
     pub debug: bool,
     buffers: Buffers,
-    /// Words of the rooms beside the slices' buffers, kept from one collective to the next.
+    /// Words of the blocks beside the slices' buffers, kept from one collective to the next.
     beside: Mutex<Vec<u64>>,
 }
 
@@ -82,20 +82,20 @@ impl Member<'_> {
         Call { op: self.op, context: self.of.context }
     }
 
-    /// What rank p of the group sends or receives: its number in the job, and a room.
-    fn with(&self, p: usize, room: usize) -> (usize, usize) {
-        (self.of.ranks[p], room)
+    /// What rank p of the group sends or receives: its number in the job, and a block.
+    fn with(&self, p: usize, block: usize) -> (usize, usize) {
+        (self.of.ranks[p], block)
     }
 
     /// Does the steps of a collective with the slices of tensors of a device, through buffers of so many bytes. Of each slice the
-    /// rooms of the plan, those in the buffer, are what `rooms` gives, one behind the other.
+    /// blocks of the plan, those in the buffer, are what `blocks` gives, one behind the other.
     fn in_slices<R, W>(
         &mut self,
         device: Device,
         buffer: usize,
         slices: impl ExactSizeIterator<Item = Range<usize>> + Send + 'static,
         plan: &Plan,
-        rooms: impl Fn(&Range<usize>) -> Vec<Range<usize>>,
+        blocks: impl Fn(&Range<usize>) -> Vec<Range<usize>>,
         (read, write): (R, W),
     ) -> Result<()>
     where
@@ -110,14 +110,14 @@ impl Member<'_> {
         let beside = if plan.phases.iter().any(|phase| phase.reduces.is_some()) { self.size() - 1 } else { 0 };
         let mut words = of.beside.lock().unwrap_or_else(PoisonError::into_inner);
         let exchange = |host: &mut [u8], slice: Range<usize>| {
-            let rooms = rooms_of(host, rooms(&slice));
-            let room = piece.min(rooms[plan.own].len()).next_multiple_of(ALIGN).max(ALIGN);
-            if words.len() * 8 < room * beside * lanes {
-                *words = vec![0; room * beside * lanes / 8];
+            let blocks = blocks_of(host, blocks(&slice));
+            let block = piece.min(blocks[plan.own].len()).next_multiple_of(ALIGN).max(ALIGN);
+            if words.len() * 8 < block * beside * lanes {
+                *words = vec![0; block * beside * lanes / 8];
             }
-            let mut chunks = bytemuck::cast_slice_mut::<u64, u8>(&mut words).chunks_mut(room);
+            let mut chunks = bytemuck::cast_slice_mut::<u64, u8>(&mut words).chunks_mut(block);
             let beside = (0..lanes).map(|_| chunks.by_ref().take(beside).collect()).collect();
-            let lanes = plan::lanes(rooms, piece, beside);
+            let lanes = plan::lanes(blocks, piece, beside);
             let exchanged = match self.transport.lanes(&of.ranks) {
                 Some(near) => near.exchange(call, plan, lanes),
                 None => lanes.into_iter().try_for_each(|mut lane| {
@@ -207,7 +207,7 @@ fn of_part(p: usize, bytes: usize, slice: &Range<usize>) -> Range<usize> {
 }
 
 /// These bytes, in ascending order, of a slice's buffer.
-fn rooms_of(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]> {
+fn blocks_of(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]> {
     let mut at = 0;
     let mut one = |range: Range<usize>| {
         let (_, rest) = std::mem::take(&mut host).split_at_mut(range.start - at);
@@ -218,9 +218,9 @@ fn rooms_of(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]> {
     ranges.into_iter().map(&mut one).collect()
 }
 
-/// The rooms of a slice of which a rank has one each.
-fn each(room: usize, rooms: usize) -> impl Fn(&Range<usize>) -> Vec<Range<usize>> {
-    move |slice| (0..rooms).map(|p| p * room..p * room + slice.len()).collect()
+/// The blocks of a slice of which a rank has one each.
+fn each(block: usize, blocks: usize) -> impl Fn(&Range<usize>) -> Vec<Range<usize>> {
+    move |slice| (0..blocks).map(|p| p * block..p * block + slice.len()).collect()
 }
 
 /// Every other rank's part goes there, and this rank's comes from all and is reduced.
@@ -273,47 +273,47 @@ pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Resu
 /// `own` of every rank to `to`, in the order of the ranks.
 pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), own.numel());
-    let (slices, room) = cut(m, bytes, n);
+    let (slices, block) = cut(m, bytes, n);
     let plan = Plan { phases: vec![gather(m)], own: rank };
     let (from, to) = (own.shallow_clone(), to.shallow_clone());
-    let read = move |staging: &mut Staging, slice| staging.read(rank * room, &from, slice);
+    let read = move |staging: &mut Staging, slice| staging.read(rank * block, &from, slice);
     let write = move |staging: &mut Staging, slice: Range<usize>| {
-        (0..n).try_for_each(|p| staging.write(p * room, &to, of_part(p, bytes, &slice)))
+        (0..n).try_for_each(|p| staging.write(p * block, &to, of_part(p, bytes, &slice)))
     };
-    m.in_slices(own.device(), n * room, slices, &plan, each(room, n), (read, write))
+    m.in_slices(own.device(), n * block, slices, &plan, each(block, n), (read, write))
 }
 
 /// To `to` this rank's part of what becomes of all ranks' `from`, in the order of the ranks.
 pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), to.numel());
-    let (slices, room) = cut(m, bytes, n);
+    let (slices, block) = cut(m, bytes, n);
     let plan = Plan { phases: vec![scatter(m, dtype, op)], own: rank };
     let (device, from, to) = (from.device(), from.shallow_clone(), to.shallow_clone());
     let read = move |staging: &mut Staging, slice: Range<usize>| {
-        (0..n).try_for_each(|p| staging.read(p * room, &from, of_part(p, bytes, &slice)))
+        (0..n).try_for_each(|p| staging.read(p * block, &from, of_part(p, bytes, &slice)))
     };
-    let write = move |staging: &mut Staging, slice| staging.write(rank * room, &to, slice);
-    m.in_slices(device, n * room, slices, &plan, each(room, n), (read, write))
+    let write = move |staging: &mut Staging, slice| staging.write(rank * block, &to, slice);
+    m.in_slices(device, n * block, slices, &plan, each(block, n), (read, write))
 }
 
 /// Part p of `from` to rank p; from there to part p of `to`.
 pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n) = (m.rank(), m.size());
     let bytes = from.numel() / n;
-    let (slices, room) = cut(m, bytes, n);
+    let (slices, block) = cut(m, bytes, n);
     // What is received is behind what is sent; a rank's own part stays there.
     let sends = m.others().map(|p| m.with(p, p)).collect();
     let phase = Phase { sends, receives: m.others().map(|p| m.with(p, n + p)).collect(), reduces: None };
     let (device, from, to) = (from.device(), from.shallow_clone(), to.shallow_clone());
     let read = move |staging: &mut Staging, slice: Range<usize>| {
-        (0..n).try_for_each(|p| staging.read(p * room, &from, of_part(p, bytes, &slice)))
+        (0..n).try_for_each(|p| staging.read(p * block, &from, of_part(p, bytes, &slice)))
     };
     let write = move |staging: &mut Staging, slice: Range<usize>| {
         let at = |p: usize| if p == rank { p } else { n + p };
-        (0..n).try_for_each(|p| staging.write(at(p) * room, &to, of_part(p, bytes, &slice)))
+        (0..n).try_for_each(|p| staging.write(at(p) * block, &to, of_part(p, bytes, &slice)))
     };
     let plan = Plan { phases: vec![phase], own: rank };
-    m.in_slices(device, 2 * n * room, slices, &plan, each(room, 2 * n), (read, write))
+    m.in_slices(device, 2 * n * block, slices, &plan, each(block, 2 * n), (read, write))
 }
 
 pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {

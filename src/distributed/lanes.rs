@@ -58,15 +58,15 @@ impl<'a> Running<'a> {
         let (received, sent) = self.progress.split_at_mut(phase.receives.len());
         let (mut moved, mut is_whole) = (false, true);
         // First what the others wait for.
-        for (&(to, room), progress) in phase.sends.iter().zip(sent) {
-            let bytes = self.lane.room(plan, room);
+        for (&(to, block), progress) in phase.sends.iter().zip(sent) {
+            let bytes = self.lane.block(plan, block);
             if !progress.is_whole(bytes.len()) {
                 moved |= rings.send(to, self.number, context, bytes, progress);
                 is_whole &= progress.is_whole(bytes.len());
             }
         }
-        for (&(from, room), progress) in phase.receives.iter().zip(received) {
-            let bytes = self.lane.room(plan, room);
+        for (&(from, block), progress) in phase.receives.iter().zip(received) {
+            let bytes = self.lane.block(plan, block);
             if !progress.is_whole(bytes.len()) {
                 match rings.receive(from, self.number, context, bytes, progress) {
                     Ok(any) => moved |= any,
@@ -88,7 +88,8 @@ impl<'a> Running<'a> {
         let Some(phase) = self.lane.phase(plan) else { return Vec::new() };
         let progress = self.progress.iter().copied().chain(std::iter::repeat(Progress::default()));
         let messages = phase.receives.iter().chain(&phase.sends).zip(progress);
-        let pending = messages.filter(|&(&(_, room), progress)| !progress.is_whole(self.lane.room(plan, room).len()));
+        let pending =
+            messages.filter(|&(&(_, block), progress)| !progress.is_whole(self.lane.block(plan, block).len()));
         pending.map(|(&(rank, _), _)| rank).collect()
     }
 }
