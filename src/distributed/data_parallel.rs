@@ -311,8 +311,9 @@ impl Reducer {
         if let Some(shards) = self.shards() {
             return Ok(Sent::Part(shards.send(bucket, &gradients, dtype)?));
         }
-        // In the order of the parameters, of which an optimiser has the gradients in one buffer.
-        let joined = joined_views(gradients.iter().rev().map(Tensor::shallow_clone))?;
+        // In the order of the parameters, of which an optimiser has the gradients in one buffer. Other ranks' may have other memory formats,
+        // so that only row-major ones travel as they lie.
+        let joined = joined_views(gradients.iter().rev().map(Tensor::shallow_clone), Tensor::is_contiguous)?;
         let gradients = if joined.is_empty() { gradients } else { joined }; // where none has elements
         let travel = match dtype {
             Some(dtype) => gradients.iter().map(|grad| grad.to_dtype(dtype)).collect::<Result<Vec<_>>>()?,

@@ -1,12 +1,12 @@
 //! Gradients kept within bounds, on the device: nothing waits.
 
-use super::flat::joined_views;
+use super::flat::{is_dense, joined_views};
 use super::rule::check;
 use crate::{DType, Device, Result, Tensor, for_each_part, no_grad};
 
 /// The gradients of `parameters` in as few views as can be: neighbours in an optimiser's buffer are one.
 pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<Vec<Tensor>> {
-    joined_views(parameters.into_iter().filter_map(Tensor::grad))
+    joined_views(parameters.into_iter().filter_map(Tensor::grad), is_dense)
 }
 
 /// The norm of all elements, in f32 at least.
@@ -71,7 +71,7 @@ pub fn get_total_norm(tensors: impl IntoIterator<Item = Tensor>, norm_type: f64)
         return Err(crate::Error::invalid(op, format!("norm_type is {norm_type}, it must be above 0")));
     }
     no_grad(|| {
-        let norms = joined_views(tensors)?.iter().map(|t| norm(t, norm_type)).collect::<Result<Vec<_>>>()?;
+        let norms = joined_views(tensors, is_dense)?.iter().map(|t| norm(t, norm_type)).collect::<Result<Vec<_>>>()?;
         match &norms[..] {
             [] => Tensor::zeros((), Device::default()),
             [one] => Ok(one.shallow_clone()),

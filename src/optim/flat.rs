@@ -108,7 +108,7 @@ fn flat_view(t: &Tensor, offset: usize, n: usize) -> Result<Tensor> {
 }
 
 /// Whether the elements lie one after another, in whatever order.
-fn is_dense(t: &Tensor) -> bool {
+pub(super) fn is_dense(t: &Tensor) -> bool {
     t.is_contiguous_in(t.memory_format())
 }
 
@@ -121,11 +121,15 @@ fn are_adjacent(t: &Tensor, next: &Tensor) -> bool {
         && t.offset() + t.numel() == next.offset()
 }
 
-/// The elements of tensors in as few views as can be, in the order in memory: neighbours in one storage that have no gaps are one.
-pub(crate) fn joined_views(tensors: impl IntoIterator<Item = Tensor>) -> Result<Vec<Tensor>> {
+/// The elements of tensors in as few views as can be, in the order in memory: neighbours in one storage that are flat, which implies
+/// dense, are one.
+pub(crate) fn joined_views(
+    tensors: impl IntoIterator<Item = Tensor>,
+    is_flat: impl Fn(&Tensor) -> bool,
+) -> Result<Vec<Tensor>> {
     let mut views: Vec<Tensor> = Vec::new();
     for t in tensors.into_iter().filter(|t| t.numel() > 0) {
-        if !is_dense(&t) {
+        if !is_flat(&t) {
             views.push(t);
             continue;
         }

@@ -265,3 +265,44 @@ fn formats_of_shapes() {
     let last = last.permute(&[0, 1, 2, 3]).unwrap().to_memory_format(LAST).unwrap();
     assert!(rows.add(&last).unwrap().is_contiguous() && last.add(&rows).unwrap().is_contiguous_in(LAST));
 }
+
+/// Operations along dims, whose results are row-major or not: the values of their results and gradients.
+#[test]
+fn operations_along_dims() {
+    let operations: [(&str, &Operation); 19] = [
+        ("softmax", &|x| x.softmax(1)),
+        ("log_softmax", &|x| x.log_softmax(-1)),
+        ("logsumexp", &|x| x.logsumexp(&[1][..], false)),
+        ("logsumexp of two dims", &|x| x.logsumexp(&[1, 3][..], true)),
+        ("sum", &|x| x.sum(&[1][..], false)),
+        ("mean", &|x| x.mean(&[2, 3][..], true)),
+        ("amax", &|x| x.amax(&[1][..], false)),
+        ("var", &|x| x.var(&[1][..], 1, false)),
+        ("vector_norm", &|x| x.vector_norm(2.0, &[1][..], false)),
+        ("normalize", &|x| x.normalize(2.0, 1, 1e-12)),
+        ("cumsum", &|x| x.cumsum(1)),
+        ("cumprod", &|x| x.cumprod(2)),
+        ("sort", &|x| Ok(x.sort(1, false)?.0)),
+        ("topk", &|x| Ok(x.topk(2, 1, true)?.0)),
+        ("layer_norm", &|x| x.layer_norm(&[5], None, None, 1e-5)),
+        ("matmul", &|x| x.matmul(&x.transpose(-2, -1)?)),
+        ("flip", &|x| x.flip(&[1, 3])),
+        ("repeat", &|x| x.repeat(&[1, 2, 1, 1])),
+        ("tril", &|x| x.tril(0)),
+    ];
+    each_device(|device| {
+        let x = scattered(&[2, 3, 4, 5], 3.0, device);
+        for (name, f) in &operations {
+            let [right, own] = [MemoryFormat::Contiguous, LAST].map(|format| {
+                let leaf = x.to_memory_format(format).unwrap().detach().requires_grad_(true).unwrap();
+                let y = f(&leaf).unwrap();
+                y.backward_with(&scattered(y.shape().dims(), 2.0, device)).unwrap();
+                [values(&y.detach()), values(&leaf.grad().unwrap())]
+            });
+            for (what, (got, right)) in ["result", "gradient"].into_iter().zip(own.iter().zip(&right)) {
+                let far = got.iter().zip(right).position(|(a, b)| (a - b).abs() > 1e-4 * (1.0 + b.abs()));
+                assert!(got.len() == right.len() && far.is_none(), "{what} of {name} on {device}: {far:?}");
+            }
+        }
+    });
+}

@@ -253,7 +253,10 @@ impl Tensor {
             // exp(x - result) is the softmax; an infinite result has no finite gradient, as in PyTorch.
             let weight = (Expr::input(0) - Expr::input(1)).exp() * Expr::input(2);
             let grad = apply_one(op, &[&x, &result, &grad], Params::default(), &weight, x.dtype)?;
-            Ok(SmallVec::from_iter([Some(grad.with_layout(Layout::contiguous(shape.clone())))]))
+            // A scalar was a line; otherwise the gradient has the shape, and the format of x.
+            let was_scalar = shape.rank() == 0;
+            let grad = if was_scalar { grad.with_layout(Layout::contiguous(shape.clone())) } else { grad };
+            Ok(SmallVec::from_iter([Some(grad)]))
         }))
     }
 
