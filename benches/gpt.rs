@@ -5,19 +5,16 @@
 #[path = "../examples/char_transformer/model.rs"]
 mod model;
 
+mod steps;
+
 use std::error::Error;
 use std::path::PathBuf;
-use std::time::Instant;
 
 use clap::Parser;
-use claystone::io::{self, StateDict};
 use claystone::nn::Module;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
 use claystone::{DType, Device, Result, Tensor, manual_seed};
 use model::{Gpt, Sizes};
-
-/// Steps that are not timed: kernels are compiled, and memory is allocated.
-const WARM: usize = 10;
 
 #[derive(Parser)]
 struct Args {
@@ -49,20 +46,16 @@ struct Args {
 }
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
-    let Args { device, width, layers, heads, context, batch, vocabulary, dtype, steps, save, .. } = Args::parse();
+    let Args { device, width, layers, heads, context, batch, vocabulary, dtype, steps: count, save, .. } =
+        Args::parse();
     manual_seed(1);
     let mut gpt = Gpt::new(Sizes { vocabulary, context, width, layers, heads, tied: false, dropout: 0.0 }, device)?;
-    let drawn = Tensor::rand(&[WARM + steps, batch, context + 1], device)?;
+    let drawn = Tensor::rand(&[steps::WARM + count, batch, context + 1], device)?;
     let windows =
         drawn.pow_scalar(3)?.mul_scalar(vocabulary as f64)?.to_dtype(DType::I64)?.clamp_max(vocabulary - 1)?;
-    let saved = save.map(|path| {
-        // Copies: parameters whose storage others hold are not updated all at once.
-        let mut first: StateDict = gpt.state_dict().iter().map(|(name, t)| (name.to_owned(), t.clone())).collect();
-        first.insert("windows", windows.shallow_clone());
-        (path, first)
-    });
+    let saved = steps::first(save, &gpt, &[("windows", &windows)]);
     let mut optimizer = AdamW::new(gpt.parameters_mut(), AdamWConfig { lr: 3e-4, ..Default::default() })?;
-    let mut step = |number: usize| -> Result<Tensor> {
+    let step = |number: usize| -> Result<Tensor> {
         optimizer.zero_grad();
         let loss = gpt.loss(&windows.select(0, number as isize)?, dtype)?;
         loss.backward()?;
@@ -70,20 +63,6 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         optimizer.step()?;
         Ok(loss.detach())
     };
-    let mut losses = (0..WARM).map(&mut step).collect::<Result<Vec<_>>>()?;
-    device.synchronize()?;
-    let started = Instant::now();
-    for number in WARM..WARM + steps {
-        losses.push(step(number)?);
-    }
-    device.synchronize()?;
-    let ms = 1e3 * started.elapsed().as_secs_f64() / steps as f64;
-    let losses = Tensor::stack(&losses.iter().collect::<Vec<_>>(), 0)?;
-    let values = losses.to_vec::<f32>()?;
-    println!("{ms:.3} ms a step; losses {:.4} to {:.4}", values[0], values[values.len() - 1]);
-    if let Some((path, mut saved)) = saved {
-        saved.insert("losses", losses);
-        io::save(path, &saved)?;
-    }
+    steps::run(device, count, step, saved)?;
     Ok(())
 }

@@ -5,15 +5,13 @@ python3 benches/gpt_torch.py WIDTH LAYERS HEADS CONTEXT BATCH VOCABULARY f32|bf1
 With the FILE of that bench's `--save` it begins with the same weights, has the same tokens, and says how far the losses are apart."""
 
 import sys
-import time
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from saved import compare, tensors
+from saved import WARM, run, tensors
 
-WARM = 10
 W, L, H, C, B, V = map(int, sys.argv[1:7])
 bf16 = sys.argv[7] == "bf16"
 steps = int(sys.argv[8]) if len(sys.argv) > 8 else 200
@@ -56,7 +54,7 @@ if len(sys.argv) > 10:
     windows, theirs = saved.pop("windows"), saved.pop("losses")
     gpt.load_state_dict(saved)
 windows = windows.to(device)
-run = torch.compile(gpt) if len(sys.argv) > 9 and sys.argv[9] == "compile" else gpt
+model = torch.compile(gpt) if len(sys.argv) > 9 and sys.argv[9] == "compile" else gpt
 optimizer = torch.optim.AdamW(gpt.parameters(), lr=3e-4)
 
 
@@ -64,25 +62,11 @@ def step(number):
     optimizer.zero_grad(set_to_none=True)
     w = windows[number]
     with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
-        loss = F.cross_entropy(run(w[:, :-1]).flatten(0, 1), w[:, 1:].flatten())
+        loss = F.cross_entropy(model(w[:, :-1]).flatten(0, 1), w[:, 1:].flatten())
     loss.backward()
     torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
     optimizer.step()
     return loss.detach()
 
 
-def wait():
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-losses = [step(number) for number in range(WARM)]
-wait()
-start = time.perf_counter()
-losses += [step(number) for number in range(WARM, WARM + steps)]
-wait()
-ms = (time.perf_counter() - start) / steps * 1e3
-losses = torch.stack(losses).cpu()
-print(f"{ms:.3f} ms a step; losses {losses[0]:.4f} to {losses[-1]:.4f}")
-if theirs is not None:
-    compare(losses, theirs)
+run(step, steps, theirs)

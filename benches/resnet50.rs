@@ -1,12 +1,12 @@
 //! Training steps of ResNet-50 on made-up images, which are channels-last, as weights are: ms a step, after ten steps that are not timed. `--save FILE`
 //! keeps weights, images, labels and losses for `benches/resnet50_torch.py`, which begins with the same weights.
 
+mod steps;
+
 use std::error::Error;
 use std::path::PathBuf;
-use std::time::Instant;
 
 use clap::Parser;
-use claystone::io::{self, StateDict};
 use claystone::nn::{
     Activation, AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Module, Sequential,
 };
@@ -14,8 +14,6 @@ use claystone::ops::{ConvOptions, MaxPoolOptions};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, MemoryFormat, Result, Tensor, autocast, manual_seed};
 
-/// Steps that are not timed: kernels are compiled, and memory is allocated.
-const WARM: usize = 10;
 /// Batches that steps have in turns.
 const BATCHES: usize = 4;
 const CLASSES: i64 = 1000;
@@ -91,22 +89,16 @@ fn resnet50(device: Device) -> Result<Sequential> {
 }
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
-    let Args { device, batch, side, dtype, steps, save, .. } = Args::parse();
+    let Args { device, batch, side, dtype, steps: count, save, .. } = Args::parse();
     manual_seed(1);
     let mut net = resnet50(device)?;
     net.to_memory_format(MemoryFormat::ChannelsLast)?;
     let images = Tensor::randn(&[BATCHES, batch, side, side, 3], device)?;
     let labels = Tensor::randint(0, CLASSES, &[BATCHES, batch], (DType::I64, device))?;
-    let saved = save.map(|path| {
-        // Copies: parameters whose storage others hold are not updated all at once.
-        let mut first: StateDict = net.state_dict().iter().map(|(name, t)| (name.to_owned(), t.clone())).collect();
-        first.insert("images", images.shallow_clone());
-        first.insert("labels", labels.shallow_clone());
-        (path, first)
-    });
+    let saved = steps::first(save, &net, &[("images", &images), ("labels", &labels)]);
     let mut optimizer = Sgd::new(net.parameters_mut(), SgdConfig { lr: 1e-4, momentum: 0.9, ..Default::default() })?;
     let half = (dtype != DType::F32).then_some(dtype);
-    let mut step = |number: usize| -> Result<Tensor> {
+    let step = |number: usize| -> Result<Tensor> {
         let at = (number % BATCHES) as isize;
         let x = images.select(0, at)?.permute(&[0, 3, 1, 2])?;
         optimizer.zero_grad();
@@ -115,20 +107,6 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         optimizer.step()?;
         Ok(loss.detach())
     };
-    let mut losses = (0..WARM).map(&mut step).collect::<Result<Vec<_>>>()?;
-    device.synchronize()?;
-    let started = Instant::now();
-    for number in WARM..WARM + steps {
-        losses.push(step(number)?);
-    }
-    device.synchronize()?;
-    let ms = 1e3 * started.elapsed().as_secs_f64() / steps as f64;
-    let losses = Tensor::stack(&losses.iter().collect::<Vec<_>>(), 0)?;
-    let values = losses.to_vec::<f32>()?;
-    println!("{ms:.3} ms a step; losses {:.4} to {:.4}", values[0], values[values.len() - 1]);
-    if let Some((path, mut saved)) = saved {
-        saved.insert("losses", losses);
-        io::save(path, &saved)?;
-    }
+    steps::run(device, count, step, saved)?;
     Ok(())
 }

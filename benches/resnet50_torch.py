@@ -5,15 +5,14 @@ python3 benches/resnet50_torch.py BATCH SIDE f32|f16|bf16 [STEPS [eager|compile 
 With the FILE of that bench's `--save` it begins with the same weights, has the same images, and says how far the losses are apart."""
 
 import sys
-import time
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from saved import compare, tensors
+from saved import run, tensors
 
-WARM, BATCHES = 10, 4
+BATCHES = 4
 batch, side = map(int, sys.argv[1:3])
 half = {"f32": None, "f16": torch.float16, "bf16": torch.bfloat16}[sys.argv[3]]
 steps = int(sys.argv[4]) if len(sys.argv) > 4 else 50
@@ -54,31 +53,17 @@ if len(sys.argv) > 6:
     net.load_state_dict(saved)
 net = net.to(device, memory_format=torch.channels_last)
 images, labels = images.to(device).permute(0, 1, 4, 2, 3), labels.to(device)
-run = torch.compile(net) if len(sys.argv) > 5 and sys.argv[5] == "compile" else net
+model = torch.compile(net) if len(sys.argv) > 5 and sys.argv[5] == "compile" else net
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
 
 
 def step(number):
     optimizer.zero_grad(set_to_none=True)
     with torch.autocast(device, dtype=half or torch.bfloat16, enabled=half is not None):
-        loss = F.cross_entropy(run(images[number % BATCHES]), labels[number % BATCHES])
+        loss = F.cross_entropy(model(images[number % BATCHES]), labels[number % BATCHES])
     loss.backward()
     optimizer.step()
     return loss.detach()
 
 
-def wait():
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-losses = [step(number) for number in range(WARM)]
-wait()
-start = time.perf_counter()
-losses += [step(number) for number in range(WARM, WARM + steps)]
-wait()
-ms = (time.perf_counter() - start) / steps * 1e3
-losses = torch.stack(losses).cpu().float()
-print(f"{ms:.3f} ms a step; losses {losses[0]:.4f} to {losses[-1]:.4f}")
-if theirs is not None:
-    compare(losses, theirs)
+run(step, steps, theirs)

@@ -1,7 +1,8 @@
-"""What the benches of training steps save, for their peers in PyTorch."""
+"""What peers of the benches of training steps share: what these save, and the time and the losses of steps."""
 
 import json
 import struct
+import time
 
 import torch
 
@@ -20,6 +21,23 @@ def tensors(path):
     }
 
 
-def compare(losses, theirs):
-    apart = ((losses - theirs[: len(losses)]) / losses).abs().max()
-    print(f"losses of {len(losses)} steps are apart by at most {apart:.2%}")
+WARM = 10  # steps that are not timed
+
+
+def wait():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def run(step, steps, theirs):
+    losses = [step(number) for number in range(WARM)]
+    wait()
+    start = time.perf_counter()
+    losses += [step(number) for number in range(WARM, WARM + steps)]
+    wait()
+    ms = (time.perf_counter() - start) / steps * 1e3
+    losses = torch.stack(losses).cpu().float()
+    print(f"{ms:.3f} ms a step; losses {losses[0]:.4f} to {losses[-1]:.4f}")
+    if theirs is not None:
+        apart = ((losses - theirs[: len(losses)]) / losses).abs().max()
+        print(f"losses of {len(losses)} steps are apart by at most {apart:.2%}")
