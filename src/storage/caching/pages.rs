@@ -200,6 +200,26 @@ impl Heap {
     /// Takes free pages of a pool, up to `most` bytes but no `spared` blocks', out of the table: they are the caller's to
     /// decommit. The longest runs go first.
     pub(super) fn unmap_free(&mut self, pool: u32, most: u64, spared: &[u32], expandable: &Expandable) -> Vec<Cut> {
+        let (mut left, mut cuts) = (most, Vec::new());
+        loop {
+            let before = cuts.len();
+            for id in self.free_with_pages(pool, spared, expandable) {
+                if left > 0
+                    && let Some((segment, range)) = self.unmap(id, left, 0, expandable)
+                {
+                    left -= range.len() as u64;
+                    cuts.push((segment, range));
+                }
+            }
+            // A block that was too short to be a hole may be at its segment's end now.
+            if left == 0 || cuts.len() == before {
+                return cuts;
+            }
+        }
+    }
+
+    /// A pool's free blocks of a page or more in segments that grow, but no `spared` ones; the largest first.
+    fn free_with_pages(&self, pool: u32, spared: &[u32], expandable: &Expandable) -> Vec<u32> {
         let arenas = self.arenas.iter().filter(|arena| arena.pool == pool);
         let free = arenas.flat_map(|arena| arena.partial.blocks(&self.table).chain(arena.whole.blocks(&self.table)));
         let mut free: Vec<u32> = free
@@ -207,17 +227,7 @@ impl Heap {
             .filter(|&id| self.held(id).segment.is_reserved() && !spared.contains(&id))
             .collect();
         free.sort_unstable_by_key(|&id| (Reverse(self.table[id as usize].size()), id));
-        let mut left = most;
-        let mut cuts = Vec::new();
-        for id in free {
-            if left > 0
-                && let Some((segment, range)) = self.unmap(id, left, 0, expandable)
-            {
-                left -= range.len() as u64;
-                cuts.push((segment, range));
-            }
-        }
-        cuts
+        free
     }
 
     /// Takes up to `most` bytes of a free block, whole pages not below `floor`, out of the table. A hole at the end of a

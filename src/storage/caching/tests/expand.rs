@@ -7,7 +7,11 @@ const PAGE: usize = 64 << 10;
 
 /// A device that reserves, and an allocator whose segments grow.
 fn growing(capacity: u64, config: &str) -> (Sim, CachingAllocator) {
-    let options = SimOptions { capacity, page: PAGE, record_calls: true, ..SimOptions::default() };
+    growing_by(PAGE, capacity, config)
+}
+
+fn growing_by(page: usize, capacity: u64, config: &str) -> (Sim, CachingAllocator) {
+    let options = SimOptions { capacity, page, record_calls: true, ..SimOptions::default() };
     let sim = Sim::new(options);
     let config: Config = format!("expandable_segments:True,thread_cache_kb:0,{config}").parse().unwrap();
     let allocator = CachingAllocator::new(Arc::new(sim.clone()), config).unwrap();
@@ -103,6 +107,21 @@ fn free_pages_go_back_wherever_they_are_and_come_again() {
     give_back(&allocator, [a, c, e, h]);
     allocator.empty_cache().unwrap();
     assert_eq!((sim.committed(), sim.live_segments(), allocator.stats().segment.current), (0, 0, 0));
+}
+
+#[test]
+fn all_that_is_free_at_the_end_goes_back_whatever_streams_it_is_of() {
+    let (sim, allocator) = growing_by(4096, 1 << 30, "segments:pytorch");
+    let stream = sim.stream(1);
+    let blocks = [MIB, MIB - (48 << 10)].map(|bytes| take(&allocator, bytes));
+    let other = allocator.allocate(32 << 10, stream).unwrap();
+    assert_eq!(place(&other), (place(&blocks[0]).0, 2 * MIB - (48 << 10)), "what the first stream has left");
+    allocator.deallocate(other);
+    // The longer of the two is too short for a hole as long as the shorter one is behind it.
+    allocator.empty_cache().unwrap();
+    assert_eq!(sim.committed(), (2 * MIB - (48 << 10)) as u64);
+    allocator.check();
+    give_back(&allocator, blocks);
 }
 
 #[test]
