@@ -452,9 +452,9 @@ std::vector<std::string> register_rows() {
             continue;
         }
         names.push_back(name_of(*handle));
-        // What PyTorch makes of other operators has its gradient by these, and would lose it.
-        if (!handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
-            !handle->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+        // What PyTorch makes of other operators has its gradient by these, and would lose it: but for operators with one of their own.
+        const auto has = [&](c10::DispatchKey key) { return handle->hasKernelForDispatchKey(key); };
+        if ((!has(c10::DispatchKey::CompositeImplicitAutograd) || has(c10::DispatchKey::Autograd)) && !has(c10::DispatchKey::PrivateUse1)) {
             library->impl(names.back().c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(std::move(op))));
         }
     }

@@ -217,9 +217,10 @@ TensorHandle tensor_of(const Value& value, const Scope& scope) {
                  argument(CLAYSTONE_TAG_DEVICE, {.integer = scope.device})});
 }
 
-TensorHandle as_row(const TensorHandle& number) {
-    const int64_t one = 1;
-    return run_one("reshape", {argument(CLAYSTONE_TAG_TENSOR, {.tensor = number.get()}), argument(CLAYSTONE_TAG_INTS, {.integers = &one}, 1)});
+TensorHandle reshaped(const TensorHandle& tensor, const std::vector<int64_t>& sizes) {
+    return run_one(
+        "reshape", {argument(CLAYSTONE_TAG_TENSOR, {.tensor = tensor.get()}),
+                    argument(CLAYSTONE_TAG_INTS, {.integers = sizes.data()}, sizes.size())});
 }
 
 TensorHandle contiguous(const TensorHandle& tensor) {

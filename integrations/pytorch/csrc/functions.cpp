@@ -4,6 +4,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
+#include <c10/util/accumulate.h>
 
 #include <cmath>
 #include <map>
@@ -61,7 +62,16 @@ const std::map<std::string, Function> FUNCTIONS = {
     // A tensor without dimensions as one of one element.
     {"row", [](const Arguments& a) -> Value {
          const auto* given = a[0].as<TensorHandle>();
-         return given && info(*given).tensor.rank == 0 ? Value(as_row(*given)) : a[0];
+         return given && info(*given).tensor.rank == 0 ? Value(reshaped(*given, {1})) : a[0];
+     }},
+    // A tensor as a matrix, whose rows are along its last dim.
+    {"matrix", [](const Arguments& a) -> Value {
+         const auto& given = tensor(a[0]);
+         const auto sizes = info(given).sizes;
+         if (sizes.empty()) {
+             throw Refused("a tensor without dims is no matrix");
+         }
+         return sizes.size() == 2 ? a[0] : Value(reshaped(given, {c10::multiply_integers(sizes.begin(), sizes.end() - 1), sizes.back()}));
      }},
     {"is_tensor", [](const Arguments& a) -> Value { return a[0].as<TensorHandle>() != nullptr; }},
     {"is_float", [](const Arguments& a) -> Value { return a[0].is_number() ? a[0].as<double>() != nullptr : is_float(dtype(a[0])); }},
