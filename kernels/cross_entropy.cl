@@ -190,6 +190,7 @@ row(PARAMETERS) {
     }
     if (lid == 0)
         STORE_LOSS(loss, loss_at, total / count);
+    barrier(CLK_LOCAL_MEM_FENCE); // see FENCE
 #else
     if (lid == 0)
         STORE_LOSS(loss, loss_at + group, total / count);

@@ -109,5 +109,6 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
             for (int j = 0; j < OWN; j++) all[j] += left_by[(s * MR + r) * COLUMNS + COLUMN * OWN + j];
         JOIN(all, STORE_RESULT)
     }
+    barrier(CLK_LOCAL_MEM_FENCE); // see FENCE
 #endif
 }

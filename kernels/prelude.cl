@@ -10,7 +10,8 @@
 #define CAT(a, b) CAT_(a, b)
 
 // Between what work-groups of a launch write to global memory and what others of them read of it: OpenCL 1.2 has no such thing,
-// compilers that take NVIDIA's PTX do, and those of processors, with BUILTIN_FENCE.
+// compilers that take NVIDIA's PTX do, and those of processors, with BUILTIN_FENCE. Where the last group alone goes on after a barrier, it ends
+// with another barrier: PoCL's compiler has all work-items take the branch that the first one takes between such a barrier and the end.
 #ifdef BUILTIN_FENCE
 #define FENCE __sync_synchronize()
 #else

@@ -260,7 +260,8 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
             all = combine(all, partial[partial_at + (o) * slices + s]);                                                \
     FOLD(combine, all);                                                                                                \
     if (lane == 0 && (there))                                                                                          \
-        PUT(o, all);
+        PUT(o, all);                                                                                                   \
+    barrier(CLK_LOCAL_MEM_FENCE) /* see FENCE */
 #else
 #define LAST_GROUP_PARAMETERS
 #define LEAVE(o, a) PUT((o) * slices + slice, a)
@@ -290,7 +291,7 @@ void reduce(PARAMETERS, uint by_column, uint lanes LAST_GROUP_PARAMETERS) {
     }
     MEET
     for (int k = 0; k < VEC; ++k) {
-        COMBINE_SLICES(first + k, first < outs)
+        COMBINE_SLICES(first + k, first < outs);
     }
 #else
     const IDX o = group / slices * per + (by_column ? lid % per : lid / lanes);
@@ -324,7 +325,7 @@ void reduce(PARAMETERS, uint by_column, uint lanes LAST_GROUP_PARAMETERS) {
     if (lane == 0 && o < outs)
         LEAVE(o, total);
     MEET
-    COMBINE_SLICES(o, o < outs)
+    COMBINE_SLICES(o, o < outs);
 #endif
 }
 #else

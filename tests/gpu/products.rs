@@ -90,12 +90,14 @@ fn few_rows_in_a_group_each() {
 fn few_rows_shared_by_groups() {
     for device in fenced_gpus("products::few_rows_shared_by_groups") {
         few_rows(device);
-        // Again and again: the groups' counters begin at zero each time.
-        let (x, y) = (numbers(4096, 2, DType::F32), numbers(4096 * 128, 3, DType::F32));
-        let want: Vec<f64> = (0..128).map(|j| (0..4096).map(|p| x[p] * y[p * 128 + j]).sum()).collect();
-        let (x, y) = (upload(&x, &[1, 4096], DType::F32, device), upload(&y, &[4096, 128], DType::F32, device));
-        for _ in 0..50 {
-            assert_same(&values(&x.matmul(&y).unwrap()), &want, 0.0, "again");
+        // Again and again: the groups' counters begin at zero each time, and the last tile has columns of its own alone.
+        for n in [128, 33] {
+            let (x, y) = (numbers(4096, 2, DType::F32), numbers(4096 * n, 3, DType::F32));
+            let want: Vec<f64> = (0..n).map(|j| (0..4096).map(|p| x[p] * y[p * n + j]).sum()).collect();
+            let (x, y) = (upload(&x, &[1, 4096], DType::F32, device), upload(&y, &[4096, n], DType::F32, device));
+            for _ in 0..200 {
+                assert_same(&values(&x.matmul(&y).unwrap()), &want, 0.0, "again");
+            }
         }
     }
 }

@@ -25,11 +25,11 @@ fn has_opencl() -> bool {
     common::devices().iter().any(|&device| device != Device::Cpu)
 }
 
-/// Around the edges that it makes, against the CPU: with the device's own kernels, and with those of GPUs.
+/// Around the edges that it makes, against the CPU: with the device's own kernels, and with those of GPUs whose groups share work.
 #[test]
 fn every_choice_gives_the_right_results() {
     let folder = tempfile::tempdir().unwrap();
-    for kernels in ["", "gpu"].into_iter().filter(|_| has_opencl()) {
+    for kernels in ["", "gpu+fence"].into_iter().filter(|_| has_opencl()) {
         let (out, _) = tune(folder.path(), kernels, &["--check"]);
         assert!(out.contains("every choice"), "{out}");
     }

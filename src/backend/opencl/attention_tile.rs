@@ -2,7 +2,7 @@
 
 use crate::backend::opencl::geometry::{declarable_local_memory, row_starts};
 use crate::backend::problem::attention::FusedAttention;
-use crate::device::opencl::{ClDevice, MOST_REGISTERS, SM_90A};
+use crate::device::opencl::{ClDevice, Knob, MOST_REGISTERS, SM_90A};
 use crate::{DType, Tensor};
 
 /// The widest heads: of wider ones a tile of a few rows fills the local memory.
@@ -134,7 +134,7 @@ impl Tile {
     pub(crate) fn plain(device: &ClDevice, a: &FusedAttention, entry: Entry) -> impl Iterator<Item = Tile> {
         let (info, [heads, queries, ..]) = (device.info(), a.sizes());
         let (group, memory) = (info.max_work_group, declarable_local_memory(device));
-        let enough = (heads * queries).next_power_of_two().max(8);
+        let enough = (heads * queries).next_power_of_two().max(8).min(device.tuned(Knob::AttentionRows));
         let fits = move |tile: &Tile| tile.group() <= group && tile.local_memory(a, entry) <= memory;
         PLAIN.into_iter().filter(fits).filter(move |tile| tile.own() <= enough)
     }

@@ -14,14 +14,13 @@ use crate::backend::problem::windows::{Windows, four};
 use crate::backend::profiled::{describe, of_convolution};
 use crate::backend::written;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, ClKernel};
+use crate::device::opencl::{Arg, ClDevice, ClKernel, Knob};
 use crate::device::profiler::operation;
 use crate::{MemoryFormat, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/depthwise.cl");
 
-/// Neighbours in a row that a work-item computes, where their taps do not read more than so many elements of one.
-const PER: usize = 4;
+/// Elements of a row that the taps of a work-item's neighbours read at most.
 const LINE: usize = 32;
 /// Taps whose sums a work-item keeps.
 const TAPS: usize = 64;
@@ -66,7 +65,8 @@ impl Depthwise {
         {
             return None;
         }
-        let per = [PER, 1].into_iter().find(|&per| line(per) <= LINE)?;
+        let wanted = x.cl_device().ok()?.tuned(Knob::DepthwiseColumns);
+        let per = [wanted, 1].into_iter().find(|&per| line(per) <= LINE)?;
         Some(Depthwise { windows, inner: groups, per })
     }
 

@@ -300,7 +300,8 @@ fn choose(plan: GemmPlan, found: [Found; 2], compute: Compute, device: &ClDevice
     }
     let (plan, flip) = along_rows(plan);
     let [a, b] = if flip { [found[1], found[0]] } else { found };
-    let mma = Mma::choose(&plan, a, b, info.compute_units, || device.tensor_cores());
+    let columns = device.tuned_for(Knob::MmaColumns, class_of(&plan, compute));
+    let mma = Mma::choose(&plan, a, b, (info.compute_units, columns), || device.tensor_cores());
     let variant = mma.map_or_else(|| tiled(&plan, compute, device), Variant::Mma);
     (plan, variant, flip)
 }
@@ -311,7 +312,9 @@ fn thin(plan: &GemmPlan, [a, b]: [Found; 2], compute: Compute, device: &ClDevice
     let flip = plan.n < plan.m;
     let (plan, found) = if flip { (plan.clone().transposed(), [b, a]) } else { (plan.clone(), [a, b]) };
     let most = info.max_work_group.min(info.local_memory / Thin::LOCAL_EACH);
-    let thin = Thin::choose(&plan, found, compute, (info.compute_units.max(1), most), || device.has_fence())?;
+    let units = info.compute_units.max(1);
+    let groups = units * device.tuned_for(Knob::ThinGroups, class_of(&plan, compute));
+    let thin = Thin::choose(&plan, found, compute, [units, groups, most], || device.has_fence())?;
     Some((plan, Variant::Thin(thin), flip))
 }
 

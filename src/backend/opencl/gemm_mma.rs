@@ -141,13 +141,13 @@ pub(crate) struct Found {
 }
 
 impl Mma {
-    /// The kernel for this problem on a device of so many compute units; none where the matrices are too small, or not
-    /// contiguous in any direction. What its tensor cores can do is asked last, for the answer takes building a kernel.
+    /// The kernel for this problem on a device of so many compute units, with a tile of so many columns at most; none where the matrices
+    /// are too small, or not contiguous in any direction. What its tensor cores can do is asked last, for the answer takes building a kernel.
     pub(crate) fn choose(
         plan: &GemmPlan,
         a: Found,
         b: Found,
-        units: usize,
+        device: (usize, usize),
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
         // In fewer terms the errors of f32 are not yet those of its sums, which are ours.
@@ -179,7 +179,7 @@ impl Mma {
         let a_side = side(&plan.a, a.first, plan.a.col, plan.a.row)?;
         let b_side = side(&plan.b, b.first, plan.b.row, plan.b.col)?;
         let made = Mma { dtype: a.dtype, planes, tile: tiles[0], a: a_side, b: b_side, windows: None };
-        made.with_tile(tiles, plan, units, cores())
+        made.with_tile(tiles, plan, device, cores())
     }
 
     /// The kernel for windows; the other matrix is in memory along k or not, and lines of both are multiples of 16 bytes.
@@ -187,7 +187,7 @@ impl Mma {
         plan: &GemmPlan,
         dtype: DType,
         (windows, along_k): (WindowsAs, bool),
-        units: usize,
+        device: (usize, usize),
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
         let few = plan.m <= 64 && !windows.is_left();
@@ -207,12 +207,18 @@ impl Mma {
         let narrow = shallow.iter().chain(tiles).copied().filter(|tile| tile.n < 2 * plan.n.max(MIN_TILE));
         let narrow: SmallVec<[Tile; 8]> = narrow.collect();
         let tiles = if windows.is_left() { &narrow[..] } else { tiles };
-        Mma { dtype, planes, tile: tiles[0], a, b, windows: Some(windows) }.with_tile(tiles, plan, units, cores())
+        Mma { dtype, planes, tile: tiles[0], a, b, windows: Some(windows) }.with_tile(tiles, plan, device, cores())
     }
 
     /// With the largest tile that occupies the device; else with the one that takes the least time, with parts.
-    fn with_tile(self, tiles: &[Tile], plan: &GemmPlan, units: usize, cores: TensorCores) -> Option<Mma> {
-        let made = tiles.iter().map(|&tile| Mma { tile, ..self });
+    fn with_tile(
+        self,
+        tiles: &[Tile],
+        plan: &GemmPlan,
+        (units, columns): (usize, usize),
+        cores: TensorCores,
+    ) -> Option<Mma> {
+        let made = tiles.iter().filter(|tile| tile.n <= columns).map(|&tile| Mma { tile, ..self });
         let usable = made.filter(|mma: &Mma| mma.local_memory() <= cores.local && (cores.wgmma || !mma.tile.wgmma));
         let timed = || usable.clone().map(|mma| (mma.best(plan, units).1, mma));
         let quickest = || timed().min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, mma)| mma);
@@ -355,7 +361,7 @@ mod tests {
         let (a, b, out) = (layout(m, k, pad), layout(k, n, 0), layout(m, n, 0));
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
         let found = |first| Found { dtype, first };
-        Mma::choose(&plan, found(first), found(0), 132, || cores)
+        Mma::choose(&plan, found(first), found(0), (132, 256), || cores)
     }
 
     #[test]
@@ -379,7 +385,7 @@ mod tests {
         let tile = |[m, n, k]: [usize; 3], dtype, cores| {
             let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
             let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
-            let mma = Mma::of_windows(&plan, dtype, (WindowsAs::Columns, true), 132, || cores)?;
+            let mma = Mma::of_windows(&plan, dtype, (WindowsAs::Columns, true), (132, 256), || cores)?;
             assert!(mma.local_memory() <= cores.local && mma.a.along_k && mma.b.along_k);
             Some((mma.tile.m, mma.tile.n, mma.tile.wgmma))
         };
@@ -398,7 +404,7 @@ mod tests {
         let tile = |[m, n, k]: [usize; 3], dtype, cores| {
             let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
             let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
-            let mma = Mma::of_windows(&plan, dtype, (WindowsAs::Left, false), 132, || cores).unwrap();
+            let mma = Mma::of_windows(&plan, dtype, (WindowsAs::Left, false), (132, 256), || cores).unwrap();
             assert!(mma.a.along_k && !mma.b.along_k);
             (mma.tile.m, mma.tile.n, mma.tile.k)
         };

@@ -18,9 +18,8 @@ const MAX_THREADS: usize = 1024;
 const WARP: usize = 32;
 /// Loads on their way to a work-item: what one is worth.
 const AT_ONCE: usize = 8;
-/// Work-items that occupy a compute unit, and groups that keep its loads busy.
+/// Work-items that occupy a compute unit.
 const BUSY: usize = 2048;
-const GROUPS: usize = 4;
 /// Fewer parts gain less than adding them up takes.
 const FEWEST_PARTS: usize = 4;
 
@@ -77,13 +76,13 @@ impl Thin {
     /// Bytes of local memory that a work-item takes at most.
     pub(crate) const LOCAL_EACH: usize = 32;
 
-    /// The kernel for this problem on a device of so many compute units, and of so many work-items a group at most; none where
-    /// the left matrix has too many rows. Whether groups may share columns is asked last, for the answer may take building a kernel.
+    /// The kernel for this problem on a device of so many compute units, which so many groups keep busy, of so many work-items at most;
+    /// none where the left matrix has too many rows. Whether groups may share columns is asked last, for the answer may take building a kernel.
     pub(crate) fn choose(
         plan: &GemmPlan,
         [a, b]: [Found; 2],
         compute: Compute,
-        (units, most): (usize, usize),
+        [units, groups, most]: [usize; 3],
         has_fence: impl FnOnce() -> bool,
     ) -> Option<Thin> {
         if plan.m > ROWS {
@@ -91,7 +90,7 @@ impl Thin {
         }
         let reads = Reads::of(plan, a, b, compute);
         let thin = Thin::spread(plan, reads, units, most.min(THREADS));
-        let shared = Thin { parts: thin.shared(plan, units), ..thin };
+        let shared = Thin { parts: thin.shared(plan, groups), ..thin };
         Some(match shared.parts.count {
             1 => thin,
             _ if has_fence() => shared,
@@ -113,11 +112,11 @@ impl Thin {
         Thin { rows: plan.m, lanes, columns, reads, parts: Parts { count: 1, depth: plan.k } }
     }
 
-    /// Parts of k, as many as give every compute unit enough groups: of whole rounds of loads, two at least.
-    fn shared(&self, plan: &GemmPlan, units: usize) -> Parts {
+    /// Parts of k, as many as make so many groups: of whole rounds of loads, two at least.
+    fn shared(&self, plan: &GemmPlan, groups: usize) -> Parts {
         let tiles = plan.n.div_ceil(self.tile().1) * plan.count();
         let round = self.lanes * self.reads.load().0 * AT_ONCE;
-        let wanted = if tiles <= Parts::TILES { GROUPS * units / tiles } else { 1 };
+        let wanted = if tiles <= Parts::TILES { groups / tiles } else { 1 };
         let depth = plan.k.div_ceil(wanted.max(1)).next_multiple_of(round).max(2 * round);
         match plan.k.div_ceil(depth) {
             count @ FEWEST_PARTS.. => Parts { count, depth },
@@ -164,7 +163,7 @@ mod tests {
         let b = Layout::contiguous(Shape::from(if transposed { [n, k] } else { [k, n] }));
         let b = if transposed { b.transpose(0, 1) } else { b };
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
-        Thin::choose(&plan, [Found { dtype, first: 0 }; 2], dtype.compute(), (132, 1024), || fence)
+        Thin::choose(&plan, [Found { dtype, first: 0 }; 2], dtype.compute(), [132, 4 * 132, 1024], || fence)
     }
 
     /// As many work-items as occupy the device, where the columns are long enough.

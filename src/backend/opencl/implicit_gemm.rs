@@ -25,7 +25,7 @@ use crate::backend::problem::map::Params;
 use crate::backend::problem::windows::{Windows, four};
 use crate::backend::profiled::{describe, of_convolution};
 use crate::backend::written;
-use crate::device::opencl::ClDevice;
+use crate::device::opencl::{ClDevice, Knob};
 use crate::device::profiler::operation;
 use crate::tensor::Dims;
 use crate::{DType, Error, MemoryFormat, Result, Shape, Tensor};
@@ -131,7 +131,8 @@ impl ImplicitGemm {
         #[cfg(test)]
         let cores = || tests::PRETEND.get().unwrap_or_else(cores);
         let plan = plan(sizes, self.groups, [[0; 3]; 3]);
-        Mma::of_windows(&plan, self.dtype, (windows, along_k), self.device.info().compute_units, cores)
+        let device = (self.device.info().compute_units, self.device.tuned(Knob::MmaColumns));
+        Mma::of_windows(&plan, self.dtype, (windows, along_k), device, cores)
     }
 
     /// Images that windows are read from, and where these lie in them.

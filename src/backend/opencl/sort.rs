@@ -9,7 +9,7 @@ use crate::backend::opencl::scan;
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::scan::Scan;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
+use crate::device::opencl::{Arg, ClDevice, Knob};
 use crate::layout::collapse::StridedDims;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Result, Tensor};
@@ -21,8 +21,6 @@ const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
 const SERIAL: usize = 1 << 12;
 /// Elements that a group sorts in local memory by comparisons, where their indices have 32 bits: with keys of 64 bits 12 KiB.
 const TILE: usize = 1 << 10;
-/// Elements of a work-item, in registers, where a group sorts by digits.
-const ITEMS: usize = 16;
 
 /// Of lines of up to so many tiles the tiles are merged; the passes over longer ones take less time by bytes.
 const MERGED: usize = 4;
@@ -219,7 +217,7 @@ fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
     let (group, key) = (group_size(device), if short(dtype) { 4 } else { 8 });
     let room = declarable_local_memory(device);
     let fits = |tile: &usize| (tile * (key + 2) + 36 * group) * 33 / 32 + 256 * key.max(8) + 128 <= room;
-    std::iter::successors(Some(group * ITEMS), |tile| Some(tile / 2))
+    std::iter::successors(Some(group * device.tuned(Knob::SortItems)), |tile| Some(tile / 2))
         .find(|tile| *tile <= TILE || fits(tile))
         .unwrap_or(0)
 }

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::DType;
+use crate::backend::opencl::geometry::group_size;
 use crate::backend::problem::tuning::{Choice, Level, Parameter, Tuning, Workload};
 use crate::device::opencl::{ClDevice, Knob, PARAMETERS, Tunable};
 
@@ -95,6 +96,11 @@ fn large(knob: Knob) -> Workload {
         Knob::ElementwiseImages => Workload::Added([16, 32, 64]),
         // Less deep than tensor cores take.
         Knob::Tile => Workload::Product([2048, 2048, 64], [false; 2], DType::F32),
+        Knob::MmaColumns => Workload::Product([1024, 2048, 1024], [false; 2], DType::F16),
+        Knob::ThinGroups => Workload::Product([1, 4096, 4096], [false, true], DType::F32),
+        Knob::AttentionRows => Workload::Attention([64, 512, 64]),
+        Knob::DepthwiseColumns => Workload::Depthwise([32, 64, 56], 3),
+        Knob::SortItems => Workload::Sorted([1024, 4096], DType::F32),
     }
 }
 
@@ -136,6 +142,32 @@ fn edges(cl: &ClDevice, knob: Knob) -> Vec<Workload> {
             let sizes = [[value, value, 32], [value - 1, value + 1, 33], [2 * value + 1, value, 65]];
             let turns = [[false, false], [true, true]];
             sizes.into_iter().flat_map(|s| turns.map(|t| Workload::Product(s, t, DType::F32))).collect()
+        }
+        Knob::MmaColumns => {
+            let sizes = [[128, value, 64], [127, value + 1, 72], [65, 2 * value - 1, 1024]];
+            let products = sizes.map(|s| [DType::F16, DType::F32].map(|dtype| Workload::Product(s, [false; 2], dtype)));
+            products.into_iter().flatten().collect()
+        }
+        Knob::ThinGroups => {
+            let sizes = [[1, 1, 1], [1, 33, 4096], [7, 64, 4097], [3, 255, 2048]];
+            sizes
+                .into_iter()
+                .flat_map(|s| [false, true].map(|t| Workload::Product(s, [false, t], DType::F32)))
+                .collect()
+        }
+        Knob::AttentionRows => {
+            // Tensor cores take no heads of more than 128 elements.
+            let sizes = [[1, value - 1, 32], [2, value, 160], [3, value + 1, 33], [1, 2 * value + 1, 256]];
+            sizes.map(Workload::Attention).into()
+        }
+        Knob::DepthwiseColumns => {
+            let sides = [3, value.max(3), value + 3, 2 * value + 3];
+            sides.into_iter().flat_map(|side| [1, 3].map(|k| Workload::Depthwise([2, 3, side], k))).collect()
+        }
+        Knob::SortItems => {
+            let tile = value * group_size(cl);
+            let lengths = [1, tile - 1, tile, tile + 1, 2 * tile + 1, 4 * tile + 1];
+            lengths.into_iter().flat_map(|n| [DType::F32, DType::I64].map(|t| Workload::Sorted([2, n], t))).collect()
         }
     }
 }

@@ -51,6 +51,12 @@ pub(crate) enum Workload {
     Pooling([usize; 3]),
     /// A sum of `[n, c, side, side]`.
     Added([usize; 3]),
+    /// Attention of `[heads, queries, width]` to as many keys.
+    Attention([usize; 3]),
+    /// A convolution of `[n, c, side, side]`, each channel by itself, by windows of this side.
+    Depthwise([usize; 3], usize),
+    /// So many lines of so many elements, sorted.
+    Sorted([usize; 2], DType),
 }
 
 /// The parameters of a device, each named by its index in [`parameters`](Self::parameters).

@@ -66,6 +66,15 @@ parameters! {
     ProductImages "product_images" ALL [0, 1] [0, 0, 0] "1 where matrix products read images, with memory:auto";
     ElementwiseImages "elementwise_images" ALL [0, 1] [0, 0, 0] "1 where elementwise kernels read images, with memory:auto";
     Tile "tile" GPUS [32, 64, 128] [128, 128, 128] "side of the largest tile of a matrix product without tensor cores";
+    MmaColumns "mma_columns" GPUS [64, 128, 256] [256, 256, 256]
+        "columns of the widest tile of a matrix product or convolution on tensor cores";
+    ThinGroups "thin_groups" GPUS [1, 2, 4, 8] [4, 4, 4]
+        "work-groups a compute unit that share the depth of a product with a matrix of few rows";
+    AttentionRows "attention_rows" GPUS [8, 16, 32, 64] [64, 64, 64]
+        "rows of the largest tile of attention without tensor cores";
+    DepthwiseColumns "depthwise_columns" GPUS [1, 2, 4, 8] [4, 4, 4]
+        "neighbouring results of a work-item in depthwise convolutions";
+    SortItems "sort_items" GPUS [8, 16, 32] [16, 16, 16] "elements that a work-item sorts by digits, in registers";
 }
 
 /// A value for every row of the table.
