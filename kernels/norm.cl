@@ -1,5 +1,5 @@
 // Rows brought to mean 0 and variance 1, or to a mean square of 1, with a factor and a shift: the layers named norm. A row is
-// two dims of a view of four, [rows, inner rows | outer, inner], so that a channel of a batch is one as well. The host
+// two dims of a view of four, [rows, inner rows | outer, inner], so that a channel of a batch is one as well. Comes after neighbours.cl. The host
 // gives A (dtype), W (dtype of weights, A where they are not a whole row's), ACC and ACC_NAME, IDX, FLAT where rows have one outer index, RMS where means stay as they are, BACKWARD
 // for the gradient, WEIGHT and BIAS where there are some, and WEIGHTED_ROWS where a weight is a whole row's. Processors: one
 // work-item a row. GPUs: LANES work-items of a group of GROUP keep a row in registers, CACHED times VEC neighbours each (loaded
@@ -14,8 +14,6 @@ typedef struct {
     long x[4], y[4], z[4], w[4], b[4];
 } Rows;
 
-typedef __global const CAT(A, _t) *In;
-typedef __global CAT(A, _t) *Out;
 typedef __global const CAT(W, _t) *Weights;
 #define LOAD CAT(load_, A)
 #define LOAD_WEIGHT CAT(load_, W)
@@ -140,31 +138,6 @@ __kernel void norm(PARAMETERS) {
 #define BLOCK (LANES * KEPT)
 #define PLUS(a, b) ((a) + (b))
 typedef CAT(ACC, 2) Two;
-
-// VEC neighbours.
-static inline void get(ACC *v, In x, ulong at) {
-#if VEC > 1
-    CAT(A, _t) raw[VEC];
-    CAT(vstore, VEC)(*(__global const WIDE_T *)(x + at), 0, raw);
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j)
-        v[j] = CAT(from_, A)(raw[j]);
-#else
-    v[0] = LOAD(x, at);
-#endif
-}
-
-static inline void put(Out y, ulong at, const ACC *v) {
-#if VEC > 1
-    CAT(A, _t) raw[VEC];
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j)
-        raw[j] = CAT(CAT(CAT(to_, A), _), ACC_NAME)(v[j]);
-    *(__global WIDE_T *)(y + at) = CAT(vload, VEC)(0, raw);
-#else
-    STORE(y, at, v[0]);
-#endif
-}
 
 // What VEC neighbours are multiplied by, or what is added to them.
 static inline void factors(ACC *v, Weights w, ulong at) {

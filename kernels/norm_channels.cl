@@ -1,64 +1,43 @@
 // Batch norm of tensors whose channels lie innermost: rows of `channels` neighbours, of which each channel has a mean and a variance over
-// all rows. The host gives A (dtype), W (dtype of weights), ACC and ACC_NAME, IDX, BACKWARD for the gradient, WEIGHT and BIAS
-// where there are some. A work-item has VEC neighbouring channels (loaded as WIDE_T where VEC is above 1), LANES of a group's GROUP
-// share a row, and the others have the rows after it. Each slice of `chunk` rows has groups of its own: a launch with PARTS leaves what the
-// slices add up to, one with APPLY combines it, always in the same order, and writes. Without either, a group has all rows.
+// all rows. Comes after neighbours.cl. The host gives W (dtype of weights), IDX, BACKWARD for the gradient, WEIGHT and BIAS
+// where there are some. A work-item has VEC neighbouring channels, LANES of a group's GROUP share a row, so that a group has a block of
+// LANES * VEC channels, no more than it has work-items. Each slice of `chunk` rows has groups of its own: a launch with PARTS leaves what
+// the slices add up to, one with APPLY combines it and writes. Without either, a group has all rows. Sums are in the same order in every run.
 
-typedef __global const CAT(A, _t) *In;
-typedef __global CAT(A, _t) *Out;
 typedef __global const CAT(W, _t) *Weights;
 typedef CAT(ACC, 2) Two;
+#define BLOCK (LANES * VEC)
 #define ROWS (GROUP / LANES)
-// Rows that a work-item loads before it goes on with the first.
-#define AT_ONCE 4
+// Rows from one turn of a work-item to the next. It loads AT_ONCE rows of x, and of z, before it computes.
+#define TURN (ROWS * AT_ONCE)
 
-static inline void get(ACC *v, In x, ulong at) {
-#if VEC > 1
-    CAT(A, _t) raw[VEC];
-    CAT(vstore, VEC)(*(__global const WIDE_T *)(x + at), 0, raw);
+// Rows r, r + ROWS and so on of this work-item's channels; the last row again behind it, so that loads do not depend on conditions.
+static inline void fetch(Raw *raw, In x, ulong at, long step, IDX r, IDX last) {
     #pragma unroll
-    for (int j = 0; j < VEC; ++j)
-        v[j] = CAT(from_, A)(raw[j]);
-#else
-    v[0] = CAT(load_, A)(x, at);
-#endif
+    for (int k = 0; k < AT_ONCE; ++k)
+        raw[k] = raw_at(x, at + (ulong)((long)min(r + k * ROWS, last) * step));
 }
 
-static inline void put(Out y, ulong at, const ACC *v) {
-#if VEC > 1
-    CAT(A, _t) raw[VEC];
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j)
-        raw[j] = CAT(CAT(CAT(to_, A), _), ACC_NAME)(v[j]);
-    *(__global WIDE_T *)(y + at) = CAT(vload, VEC)(0, raw);
-#else
-    CAT(CAT(CAT(store_, A), _), ACC_NAME)(y, at, v[0]);
-#endif
-}
-
-// What some rows of each channel have: the mean and the squared deviations of n; in the gradient two sums.
-typedef struct {
-    ACC a[VEC], b[VEC], n;
-} Seen;
-
-static inline void merge(Seen *to, const ACC *a, const ACC *b, ACC n) {
-#ifdef BACKWARD
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        to->a[j] += a[j];
-        to->b[j] += b[j];
+// v of work-item t of the first BLOCK becomes the sum of all whose number is t modulo BLOCK. Macros, for PoCL shares local memory that
+// functions are given between groups.
+#define OVER_BLOCK(v)                                                                                                  \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    scratch[lid] = v;                                                                                                  \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    v = 0;                                                                                                             \
+    if (lid < BLOCK) {                                                                                                 \
+        _Pragma("unroll") for (int k = 0; k < GROUP / BLOCK; ++k) v += scratch[lid + k * BLOCK];                       \
     }
-#else
-    const ACC all = to->n + n, share = all > 0 ? n / all : 0, both = to->n * share;
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        const ACC apart = a[j] - to->a[j];
-        to->a[j] += apart * share;
-        to->b[j] += b[j] + apart * apart * both;
-    }
-    to->n = all;
-#endif
-}
+
+// The same where each has VEC channels: `sum` of t becomes that of channel t of the block, over all rows.
+#define PITCH (GROUP + 32 / VEC) // a column of work-items that read is in different banks
+#define OVER_ROWS(v, sum)                                                                                              \
+    ACC sum = 0;                                                                                                       \
+    _Pragma("unroll") for (int j = 0; j < VEC; ++j) all[j * PITCH + lid] = v[j];                                       \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    _Pragma("unroll") for (int i = 0; i < VEC; ++i) sum +=                                                             \
+        all[lid % BLOCK % VEC * PITCH + (lid / BLOCK * VEC + i) * LANES + lid % BLOCK / VEC];                          \
+    OVER_BLOCK(sum)
 
 #ifdef BACKWARD
 #define FORWARDS_INPUT In z, ulong z_at,
@@ -93,190 +72,212 @@ typedef struct {
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     In x, ulong x_at, Out y, ulong y_at, FORWARDS_INPUT ITS_WEIGHT ITS_BIAS __global ACC *statistics, ulong statistics_at,
     ITS_SUMS Sizes d, ACC eps SLICED) {
-    __local ACC of_a[GROUP * VEC], of_b[GROUP * VEC], of_n[GROUP];
+    // Three numbers of each channel, for all of its rows.
+    __local ACC scratch[GROUP], of_block[3 * BLOCK];
     const IDX rows = (IDX)d.rows, channels = (IDX)d.channels, chunk = (IDX)d.chunk;
     const uint lid = get_local_id(0), lane = lid % LANES, row = lid / LANES;
-    const IDX blocks = (channels + LANES * VEC - 1) / (LANES * VEC), group = (IDX)get_group_id(0);
-    const IDX slice = group / blocks, c = (group % blocks * LANES + lane) * VEC;
-    const IDX start = slice * chunk, stop = min(start + chunk, rows);
-    const bool there = c < channels;
-    __global ACC *means = statistics + statistics_at + c, *vars = means + channels;
-    Seen seen;
-    seen.n = 0;
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j)
-        seen.a[j] = seen.b[j] = 0;
+    const IDX blocks = (channels + BLOCK - 1) / BLOCK, group = (IDX)get_group_id(0), slice = group / blocks;
+    const IDX first = group % blocks * BLOCK, c = first + lane * VEC;
+    // A channel of the block, which this work-item combines parts of, and its numbers are the work of the first that has it.
+    const IDX own = first + lid % BLOCK;
+    const bool counts = own < channels, writes = counts & (lid < BLOCK);
+    __global ACC *means = statistics + statistics_at, *vars = means + channels;
+    // Work-items past the last channel have no rows.
+    const IDX start = slice * chunk, stop = c < channels ? min(start + chunk, rows) : start, last = stop - 1;
+    x_at += c;
 #ifdef BACKWARD
-    ACC mean[VEC], scale[VEC];
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        mean[j] = there ? means[j] : 0;
-        scale[j] = there ? 1 / sqrt(vars[j] + eps) : 0;
-    }
+    z_at += c;
 #endif
 
 #ifdef APPLY
-    for (IDX s = row; there && s < (IDX)d.slices; s += ROWS) {
-        ACC a[VEC], b[VEC];
-        #pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-            const Two part = parts[parts_at + (ulong)s * channels + c + j];
-            a[j] = part.x;
-            b[j] = part.y;
-        }
-        merge(&seen, a, b, (ACC)min(chunk, rows - s * chunk));
+    // The parts of every slice. Means are added up around one of them, so that where they are far from 0 no digits are lost.
+    ACC sum_a = 0, sum_b = 0;
+    parts += parts_at + own;
+    const IDX slices = counts ? (IDX)d.slices : 0;
+#ifdef BACKWARD
+    for (IDX s = lid / BLOCK; s < slices; s += GROUP / BLOCK) {
+        const Two part = parts[(ulong)s * channels];
+        sum_a += part.x;
+        sum_b += part.y;
     }
+    OVER_BLOCK(sum_a);
+    OVER_BLOCK(sum_b);
 #else
-    for (IDX r = start + row; there && r < stop; r += ROWS * AT_ONCE) {
-        const int here = (int)min((IDX)AT_ONCE, (stop - r + ROWS - 1) / ROWS);
-        ACC v[AT_ONCE][VEC], a[VEC], b[VEC];
-        #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k)
-            if (k < here)
-                get(v[k], x, x_at + (ulong)((long)(r + k * ROWS) * d.x) + c);
+#define ROWS_OF(s) (ACC) min(chunk, rows - (s) * chunk)
+    const ACC near = counts ? parts[0].x : 0;
+    for (IDX s = lid / BLOCK; s < slices; s += GROUP / BLOCK)
+        sum_a += (parts[(ulong)s * channels].x - near) * ROWS_OF(s);
+    OVER_BLOCK(sum_a);
+    sum_a = near + sum_a / (ACC)rows;
+    if (lid < BLOCK)
+        of_block[lid] = sum_a;
+    barrier(CLK_LOCAL_MEM_FENCE);
+    const ACC middle = of_block[lid % BLOCK];
+    for (IDX s = lid / BLOCK; s < slices; s += GROUP / BLOCK) {
+        const Two part = parts[(ulong)s * channels];
+        sum_b += part.y + (part.x - middle) * (part.x - middle) * ROWS_OF(s);
+    }
+    OVER_BLOCK(sum_b);
+#endif
+#else
+    __local ACC all[VEC * PITCH];
+    ACC of_a[VEC], of_b[VEC], mean[VEC];
+    #pragma unroll
+    for (int j = 0; j < VEC; ++j)
+        of_a[j] = of_b[j] = mean[j] = 0;
+#ifdef BACKWARD
+    // Sums of the gradient, and of its products with what was normalised but for the scale.
+    if (start < stop) {
         #pragma unroll
         for (int j = 0; j < VEC; ++j)
-            a[j] = b[j] = 0;
-#ifdef BACKWARD
-        ACC z_of[AT_ONCE][VEC];
-        #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k)
-            if (k < here)
-                get(z_of[k], z, z_at + (ulong)((long)(r + k * ROWS) * d.z) + c);
+            mean[j] = means[c + j];
+    }
+    for (IDX r = start + row; r < stop; r += TURN) {
+        Raw of_x[AT_ONCE], of_z[AT_ONCE];
+        fetch(of_x, x, x_at, d.x, r, last);
+        fetch(of_z, z, z_at, d.z, r, last);
         #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
+            const bool here = r + k * ROWS < stop;
+            ACC g[VEC], v[VEC];
+            widen(g, of_x[k]);
+            widen(v, of_z[k]);
             #pragma unroll
             for (int j = 0; j < VEC; ++j) {
-                a[j] += k < here ? v[k][j] : 0;
-                b[j] += k < here ? v[k][j] * ((z_of[k][j] - mean[j]) * scale[j]) : 0;
+                of_a[j] += here ? g[j] : 0;
+                of_b[j] += here ? g[j] * (v[j] - mean[j]) : 0;
             }
         }
+    }
+    OVER_ROWS(of_a, sum_a);
+    OVER_ROWS(of_b, sum_b);
+    if (writes)
+        sum_b /= sqrt(vars[own] + eps);
 #else
-        const ACC each = 1 / (ACC)here;
+    // The mean and the squared deviations so far. Deviations of a turn are from the mean before it, and from the first row in the first: so
+    // what is subtracted below is at most half of the squares, or all but one in AT_ONCE.
+    ACC n = 0;
+    if (start + row < stop)
+        get(mean, x, x_at + (ulong)((long)(start + row) * d.x));
+    for (IDX r = start + row; r < stop; r += TURN) {
+        Raw of_x[AT_ONCE];
+        fetch(of_x, x, x_at, d.x, r, last);
+        #pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            of_a[j] = 0;
         #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
+            const bool here = r + k * ROWS < stop;
+            n += here ? 1 : 0;
+            ACC v[VEC];
+            widen(v, of_x[k]);
             #pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                a[j] += k < here ? v[k][j] * each : 0;
+            for (int j = 0; j < VEC; ++j) {
+                const ACC apart = here ? v[j] - mean[j] : 0;
+                of_a[j] += apart;
+                of_b[j] = fma(apart, apart, of_b[j]);
+            }
         }
+        const ACC share = 1 / n;
         #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-            #pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                b[j] += k < here ? (v[k][j] - a[j]) * (v[k][j] - a[j]) : 0;
-        }
-#endif
-        merge(&seen, a, b, (ACC)here);
-    }
-#endif
-
-    // All rows of the group: halves of them take in the others', and every row has what the first one has at last.
-    for (uint half_of = ROWS; half_of > 0; half_of /= 2) {
-        const bool gives = half_of == 1 ? row == 0 : row >= half_of / 2 && row < half_of;
-        if (gives) {
-            #pragma unroll
-            for (int j = 0; j < VEC; ++j) {
-                of_a[j * GROUP + lid] = seen.a[j];
-                of_b[j * GROUP + lid] = seen.b[j];
-            }
-            of_n[lid] = seen.n;
-        }
-        barrier(CLK_LOCAL_MEM_FENCE);
-        const uint from = half_of == 1 ? lane : lid + half_of / 2 * LANES;
-        if (half_of == 1 ? row > 0 : row < half_of / 2) {
-            ACC a[VEC], b[VEC];
-            #pragma unroll
-            for (int j = 0; j < VEC; ++j) {
-                a[j] = of_a[j * GROUP + from];
-                b[j] = of_b[j * GROUP + from];
-            }
-            if (half_of == 1) {
-                #pragma unroll
-                for (int j = 0; j < VEC; ++j) {
-                    seen.a[j] = a[j];
-                    seen.b[j] = b[j];
-                }
-            } else {
-                merge(&seen, a, b, of_n[from]);
-            }
+        for (int j = 0; j < VEC; ++j) {
+            const ACC moved = of_a[j] * share;
+            mean[j] += moved;
+            of_b[j] = fma(-of_a[j], moved, of_b[j]);
         }
     }
+    ACC near[VEC];
+    #pragma unroll
+    for (int j = 0; j < VEC; ++j)
+        near[j] = 0;
+    if (start < stop)
+        get(near, x, x_at + (ulong)((long)start * d.x));
+    #pragma unroll
+    for (int j = 0; j < VEC; ++j)
+        of_a[j] = (mean[j] - near[j]) * n;
+    OVER_ROWS(of_a, sum_a);
+    if (writes)
+        of_block[lid] = sum_a = sum_a / (ACC)(min(start + chunk, rows) - start) + CAT(load_, A)(x, x_at - c + own + (ulong)((long)start * d.x));
+    barrier(CLK_LOCAL_MEM_FENCE);
+    #pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        const ACC apart = mean[j] - of_block[lane * VEC + j];
+        of_b[j] = fma(apart * apart, n, of_b[j]);
+    }
+    OVER_ROWS(of_b, sum_b);
+#endif
+#endif
 
 #ifdef PARTS
-    if (row == 0 && there) {
-        #pragma unroll
-        for (int j = 0; j < VEC; ++j)
-            parts[parts_at + (ulong)slice * channels + c + j] = (Two)(seen.a[j], seen.b[j]);
-    }
+    if (writes)
+        parts[parts_at + (ulong)slice * channels + own] = (Two)(sum_a, sum_b);
 #else
-    if (!there)
-        return;
-    ACC weight[VEC];
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
+    // Forward, results are (x - first number) * second + third; backward x * first + z * second + third.
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (writes) {
+        ACC weight = 1;
 #ifdef WEIGHT
-        weight[j] = CAT(load_, W)(w, w_at + (ulong)((long)(c + j) * d.w));
-#else
-        weight[j] = 1;
+        weight = CAT(load_, W)(w, w_at + (ulong)((long)own * d.w));
 #endif
-    }
 #ifdef BACKWARD
-    if (row == 0 && slice == 0) {
-        #pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-            sums[sums_at + c + j] = seen.a[j];
-            sums[sums_at + channels + c + j] = seen.b[j];
+        if (slice == 0) {
+            sums[sums_at + own] = sum_a;
+            sums[sums_at + channels + own] = sum_b;
         }
-    }
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        seen.a[j] *= weight[j] / (ACC)rows;
-        seen.b[j] *= weight[j] / (ACC)rows;
-    }
+        const ACC scale = 1 / sqrt(vars[own] + eps), factor = weight * scale, each = sum_b / (ACC)rows * factor * scale;
+        of_block[lid] = factor;
+        of_block[BLOCK + lid] = -each;
+        of_block[2 * BLOCK + lid] = each * means[own] - sum_a / (ACC)rows * factor;
 #else
-    ACC shift[VEC];
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        const ACC var = seen.b[j] / (ACC)rows;
-        if (row == 0 && slice == 0) {
-            means[j] = seen.a[j];
-            vars[j] = var;
+        const ACC var = sum_b / (ACC)rows;
+        if (slice == 0) {
+            means[own] = sum_a;
+            vars[own] = var;
         }
-        weight[j] *= 1 / sqrt(var + eps);
+        of_block[lid] = sum_a;
+        of_block[BLOCK + lid] = weight / sqrt(var + eps);
 #ifdef BIAS
-        shift[j] = CAT(load_, W)(b, b_at + (ulong)((long)(c + j) * d.b));
+        of_block[2 * BLOCK + lid] = CAT(load_, W)(b, b_at + (ulong)((long)own * d.b));
 #else
-        shift[j] = 0;
+        of_block[2 * BLOCK + lid] = 0;
+#endif
 #endif
     }
-#endif
-    for (IDX r = start + row; r < stop; r += ROWS * AT_ONCE) {
-        const int here = (int)min((IDX)AT_ONCE, (stop - r + ROWS - 1) / ROWS);
-        ACC v[AT_ONCE][VEC];
-        #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k)
-            if (k < here)
-                get(v[k], x, x_at + (ulong)((long)(r + k * ROWS) * d.x) + c);
+    barrier(CLK_LOCAL_MEM_FENCE);
+    ACC first_of[VEC], second_of[VEC], third_of[VEC];
+    #pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        first_of[j] = of_block[lane * VEC + j];
+        second_of[j] = of_block[BLOCK + lane * VEC + j];
+        third_of[j] = of_block[2 * BLOCK + lane * VEC + j];
+    }
+    // From the last row to the first: the last ones that were read may still be in a cache.
+    for (IDX turn = (stop - start + TURN - 1) / TURN; turn > 0; --turn) {
+        const IDX r = start + row + (turn - 1) * TURN;
+        Raw of_x[AT_ONCE];
+        fetch(of_x, x, x_at, d.x, r, last);
 #ifdef BACKWARD
-        ACC z_of[AT_ONCE][VEC];
-        #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k)
-            if (k < here)
-                get(z_of[k], z, z_at + (ulong)((long)(r + k * ROWS) * d.z) + c);
+        Raw of_z[AT_ONCE];
+        fetch(of_z, z, z_at, d.z, r, last);
 #endif
         #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
+            ACC v[VEC];
+            widen(v, of_x[k]);
+#ifdef BACKWARD
+            ACC normal[VEC];
+            widen(normal, of_z[k]);
+#endif
             #pragma unroll
             for (int j = 0; j < VEC; ++j) {
 #ifdef BACKWARD
-                const ACC normal = (z_of[k][j] - mean[j]) * scale[j];
-                v[k][j] = (v[k][j] * weight[j] - seen.a[j] - normal * seen.b[j]) * scale[j];
+                v[j] = fma(v[j], first_of[j], fma(normal[j], second_of[j], third_of[j]));
 #else
-                v[k][j] = (v[k][j] - seen.a[j]) * weight[j] + shift[j];
+                v[j] = fma(v[j] - first_of[j], second_of[j], third_of[j]);
 #endif
             }
-            if (k < here)
-                put(y, y_at + (ulong)((long)(r + k * ROWS) * d.y) + c, v[k]);
+            if (r + k * ROWS < stop)
+                put(y, y_at + (ulong)((long)(r + k * ROWS) * d.y) + c, v);
         }
     }
 #endif

@@ -77,9 +77,10 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
 }
 #else
 
-// The position of p in an [n, c, rows, columns] result, or with LAST one that has its channels innermost.
+// The position of p in an [n, c, rows, columns] result, or with LAST one that has its channels innermost: VEC of them are a work-item's in
+// the kernels that come after neighbours.cl.
 #ifdef LAST
-#define CHANNEL_LAST const long c = (long)next_index(&n, (IDX)w.c);
+#define CHANNEL_LAST const long c = (long)next_index(&n, (IDX)w.c / VEC) * VEC;
 #define CHANNEL_FIRST
 #else
 #define CHANNEL_LAST
@@ -94,6 +95,13 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
     const INT v = (INT)next_index(&n, (IDX)(columns)), h = (INT)next_index(&n, (IDX)(rows));                           \
     CHANNEL_FIRST                                                                                                      \
     x_at += (long)n * w.x[0] + c * w.x[1]
+
+#if defined(MAX) || defined(UNMAX) || defined(MEAN) || defined(UNMEAN)
+#define EACH_CHANNEL _Pragma("unroll") for (int j = 0; j < VEC; ++j)
+#define GET(v, row, column) get(v, x, x_at + (row)*w.x[2] + (column)*w.x[3])
+#else
+#define VEC 1
+#endif
 
 // What a mean is divided by: `divide` where that is above 0; else the window's elements, with 0 those in the padding too.
 static inline ACC divisor(const Windows *w, INT oh, INT ow, long divide) {
@@ -139,26 +147,35 @@ __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _
 
 #ifdef MAX
 // The greatest element and where it is in the image; the last NaN if there is one, the first among equals.
-__kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, __global long *index,
-                     ulong index_at, Windows w, ulong count) {
+__kernel void window(In x, ulong x_at, Out y, ulong y_at, __global long *index, ulong index_at, Windows w, ulong count) {
     POSITION(w.grid[0], w.grid[1]);
     INT top, bottom, left, right;
     span(&w, 0, h, &top, &bottom);
     span(&w, 1, v, &left, &right);
     const INT across = (INT)w.image[1];
-    INT at = top * across + left;
-    ACC best = LOAD(x, x_at + top * w.x[2] + left * w.x[3]);
+    INT at[VEC];
+    ACC best[VEC], value[VEC];
+    GET(best, top, left);
+    EACH_CHANNEL at[j] = top * across + left;
     for (INT i = top; i < bottom; i += (INT)w.dilation[0]) {
-        for (INT j = left; j < right; j += (INT)w.dilation[1]) {
-            const ACC value = LOAD(x, x_at + i * w.x[2] + j * w.x[3]);
-            if (value > best || value != value) {
-                best = value;
-                at = i * across + j;
+        for (INT k = left; k < right; k += (INT)w.dilation[1]) {
+            GET(value, i, k);
+            EACH_CHANNEL {
+                const bool greater = (value[j] > best[j]) | (value[j] != value[j]);
+                best[j] = greater ? value[j] : best[j];
+                at[j] = greater ? i * across + k : at[j];
             }
         }
     }
-    STORE(y, y_at + p, best);
-    index[index_at + p] = at;
+    put(y, y_at + (ulong)p * VEC, best);
+    index += index_at + (ulong)p * VEC;
+#if VEC > 1
+    #pragma unroll
+    for (int j = 0; j < VEC; j += 2)
+        *(__global long2 *)(index + j) = (long2)(at[j], at[j + 1]);
+#else
+    *index = at[0];
+#endif
 }
 #endif
 
@@ -210,56 +227,78 @@ __kernel void window(__read_only image2d_t x, __global CAT(A, _t) *y, ulong y_at
 
 #ifdef UNMAX
 // index is contiguous, [n, c, windows], or with LAST [n, windows, c].
-__kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at,
-                     __global const long *index, ulong index_at, Windows w, ulong count) {
+__kernel void window(In x, ulong x_at, Out y, ulong y_at, __global const long *index, ulong index_at, Windows w, ulong count) {
     POSITION(w.image[0], w.image[1]);
 #ifdef LAST
     const INT between = (INT)w.c;
-    index_at += (ulong)n * w.grid[0] * w.grid[1] * w.c + c;
+    index += index_at + (ulong)n * w.grid[0] * w.grid[1] * w.c + c;
 #else
     const INT between = 1;
-    index_at += ((ulong)n * w.c + c) * w.grid[0] * w.grid[1];
+    index += index_at + ((ulong)n * w.c + c) * w.grid[0] * w.grid[1];
 #endif
     INT top, bottom, left, right;
     holders(&w, 0, h, &top, &bottom);
     holders(&w, 1, v, &left, &right);
-    ACC sum = 0;
-    const INT here = h * (INT)w.image[1] + v;
-    for (INT oh = top; oh <= bottom; ++oh)
-        for (INT ow = left; ow <= right; ++ow)
-            if (index[index_at + (ulong)(oh * (INT)w.grid[1] + ow) * between] == here)
-                sum += LOAD(x, x_at + oh * w.x[2] + ow * w.x[3]);
-    STORE(y, y_at + p, sum);
+    ACC sum[VEC], value[VEC];
+    EACH_CHANNEL sum[j] = 0;
+    const long here = h * (INT)w.image[1] + v;
+    for (INT oh = top; oh <= bottom; ++oh) {
+        for (INT ow = left; ow <= right; ++ow) {
+            __global const long *of_window = index + (ulong)(oh * (INT)w.grid[1] + ow) * between;
+            GET(value, oh, ow);
+            // Whole indices are compared, for compilers would load halves of them one by one.
+#if VEC > 1
+            #pragma unroll
+            for (int j = 0; j < VEC; j += 2) {
+                const long2 two = *(__global const long2 *)(of_window + j);
+                sum[j] += two.x == here ? value[j] : 0;
+                sum[j + 1] += two.y == here ? value[j + 1] : 0;
+            }
+#else
+            sum[0] += *of_window == here ? value[0] : 0;
+#endif
+        }
+    }
+    put(y, y_at + (ulong)p * VEC, sum);
 }
 #endif
 
 #ifdef MEAN
-__kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, Windows w, ulong count,
-                     long divide) {
+__kernel void window(In x, ulong x_at, Out y, ulong y_at, Windows w, ulong count, long divide) {
     POSITION(w.grid[0], w.grid[1]);
     INT top, bottom, left, right;
     span(&w, 0, h, &top, &bottom);
     span(&w, 1, v, &left, &right);
-    ACC sum = 0;
-    for (INT i = top; i < bottom; ++i)
-        for (INT j = left; j < right; ++j)
-            sum += LOAD(x, x_at + i * w.x[2] + j * w.x[3]);
-    STORE(y, y_at + p, sum / divisor(&w, h, v, divide));
+    ACC sum[VEC], value[VEC];
+    EACH_CHANNEL sum[j] = 0;
+    for (INT i = top; i < bottom; ++i) {
+        for (INT k = left; k < right; ++k) {
+            GET(value, i, k);
+            EACH_CHANNEL sum[j] += value[j];
+        }
+    }
+    const ACC size = divisor(&w, h, v, divide);
+    EACH_CHANNEL sum[j] /= size;
+    put(y, y_at + (ulong)p * VEC, sum);
 }
 #endif
 
 #ifdef UNMEAN
-__kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, Windows w, ulong count,
-                     long divide) {
+__kernel void window(In x, ulong x_at, Out y, ulong y_at, Windows w, ulong count, long divide) {
     POSITION(w.image[0], w.image[1]);
     INT top, bottom, left, right;
     holders(&w, 0, h, &top, &bottom);
     holders(&w, 1, v, &left, &right);
-    ACC sum = 0;
-    for (INT oh = top; oh <= bottom; ++oh)
-        for (INT ow = left; ow <= right; ++ow)
-            sum += LOAD(x, x_at + oh * w.x[2] + ow * w.x[3]) / divisor(&w, oh, ow, divide);
-    STORE(y, y_at + p, sum);
+    ACC sum[VEC], value[VEC];
+    EACH_CHANNEL sum[j] = 0;
+    for (INT oh = top; oh <= bottom; ++oh) {
+        for (INT ow = left; ow <= right; ++ow) {
+            const ACC size = divisor(&w, oh, ow, divide);
+            GET(value, oh, ow);
+            EACH_CHANNEL sum[j] += value[j] / size;
+        }
+    }
+    put(y, y_at + (ulong)p * VEC, sum);
 }
 #endif
 #endif

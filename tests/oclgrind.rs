@@ -8,7 +8,7 @@ use claystone::device::DeviceKind;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::ops::{Attention, ConvOptions, MaxPoolOptions, ScatterReduce};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
-use claystone::{DType, Device, Interpolation, Result, Tensor, manual_seed};
+use claystone::{BatchNormOptions, DType, Device, Interpolation, MemoryFormat, Result, Tensor, manual_seed};
 
 /// Small sizes around the edges of vectors, work-groups and tiles.
 const SIZES: [usize; 6] = [1, 2, 15, 16, 17, 33];
@@ -227,6 +227,32 @@ fn windows() {
             pooled.sum((), false)?.add(&mean.mul(&mean)?.sum((), false)?)?.backward()?;
             let grads = [&x, &w, &bias].map(|t| t.grad().expect("each took part"));
             Ok([y, pooled, mean].iter().map(Tensor::detach).chain(grads).collect())
+        });
+    }
+}
+
+/// Norms and pools of images whose channels lie innermost; groups of 32 work-items cut 144 pixels in slices.
+#[test]
+fn channels_last() {
+    for (dtype, c) in [(DType::F32, 8), (DType::BF16, 16), (DType::F32, 3)] {
+        agree(5e-2, |device| {
+            let x = numbers(2 * c * 9 * 8, dtype, device)?.reshape([2, c, 9, 8])?;
+            let x = x.to_memory_format(MemoryFormat::ChannelsLast)?.requires_grad_(true)?;
+            let (weight, bias) = (numbers(c, dtype, device)?, numbers(c, dtype, device)?);
+            let y = x.batch_norm(BatchNormOptions {
+                weight: Some(&weight),
+                bias: Some(&bias),
+                training: true,
+                ..Default::default()
+            })?;
+            let options = MaxPoolOptions { stride: Some([2, 2]), padding: 1.into(), ..Default::default() };
+            let (pooled, mean) = (x.max_pool2d([3, 3], options)?, x.avg_pool2d([3, 2], Default::default())?);
+            y.mul(&y)?
+                .sum((), false)?
+                .add(&pooled.sum((), false)?)?
+                .add(&mean.mul(&mean)?.sum((), false)?)?
+                .backward()?;
+            Ok([y, pooled, mean].iter().map(Tensor::detach).chain(x.grad()).collect())
         });
     }
 }

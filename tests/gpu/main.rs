@@ -5,6 +5,7 @@
 mod common;
 
 mod attention;
+mod channels_last;
 mod choice;
 mod depthwise;
 mod implicit_gemm;

@@ -15,13 +15,13 @@ fn moments(x: &[f64]) -> (f64, f64) {
 }
 
 /// Numbers around `centre` and gradients, repeating late.
-fn drawn(n: usize, centre: f64) -> (Vec<f64>, Vec<f64>) {
+pub fn drawn(n: usize, centre: f64) -> (Vec<f64>, Vec<f64>) {
     let part = |i: usize, of: usize, by: f64| ((i * 7919 + i / of) % of) as f64 / by;
     ((0..n).map(|i| part(i, 241, 64.0) + centre).collect(), (0..n).map(|i| part(i, 37, 16.0) - 1.0).collect())
 }
 
 /// What a norm of rows gives, and the gradients of its input, of the factors and of the shifts: factor `w[of(row, element)]`.
-fn normalised(
+pub fn normalised(
     rows: &[Vec<f64>],
     grads: &[Vec<f64>],
     [w, b]: [&[f64]; 2],
@@ -46,7 +46,7 @@ fn normalised(
     ([ys, dxs], [dw, db])
 }
 
-fn tolerance(dtype: DType) -> f64 {
+pub fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2e-2,
         DType::F16 => 4e-3,
@@ -56,7 +56,7 @@ fn tolerance(dtype: DType) -> f64 {
 }
 
 /// Runs `norm` and its gradient with the output's, and compares all four.
-fn assert_norm(
+pub fn assert_norm(
     [x, w, b, g]: [&Tensor; 4],
     want: [&[f64]; 4],
     eps: f64,

@@ -11,6 +11,9 @@ use crate::{DType, Result, Tensor};
 /// Strided dims, loads of 16 elements, and folds over a work-group: what comes ahead of most templates.
 pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
 
+/// Elements that travel 16 bytes at once; comes after [`types`] and [`vector_defines`].
+pub(crate) const NEIGHBOURS: &str = include_str!("../../../kernels/neighbours.cl");
+
 /// Rows that go through registers block by block.
 pub(crate) const ROW_BLOCKS: &str = include_str!("../../../kernels/row_blocks.cl");
 

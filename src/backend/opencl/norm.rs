@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, group_size, groups_kept, is_wide, types, vector_defines, vector_width,
+    NEIGHBOURS, STRIDED_DIMS, group_size, groups_kept, is_wide, types, vector_defines, vector_width,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache;
@@ -217,8 +217,9 @@ fn kernel_launch(
             names.iter().zip(given.into_iter().chain([rows.rms, flat])).filter(|(_, on)| *on).map(|(name, _)| *name);
         let on = on.chain([part].into_iter().filter(|part| !part.is_empty()));
         let defines: String = on.map(|name| format!("#define {name}\n")).collect();
-        let spread = schedule.map_or_else(String::new, |schedule| schedule.defines(rows));
-        types(dtype, wide) + &format!("#define W {weights}\n") + &spread + &defines + STRIDED_DIMS + TEMPLATE
+        let spread = schedule.map_or_else(|| vector_defines(dtype, 1), |schedule| schedule.defines(rows));
+        let types = types(dtype, wide) + &format!("#define W {weights}\n");
+        types + &spread + &defines + STRIDED_DIMS + NEIGHBOURS + TEMPLATE
     })?;
     let dims = rows.x.shape().dims();
     let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);

@@ -1,6 +1,8 @@
 //! Batch norm on GPUs where channels lie innermost: `kernels/norm_channels.cl`.
 
-use crate::backend::opencl::geometry::{group_size, is_wide, types, vector_defines, vector_width};
+use crate::backend::opencl::geometry::{
+    NEIGHBOURS, declarable_local_memory, is_wide, types, vector_defines, vector_width,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::problem::norm::Normalisation;
@@ -10,14 +12,14 @@ use crate::{Compute, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/norm_channels.cl");
 
-/// Rows that a work-item loads at once, as the kernel has it.
-const AT_ONCE: usize = 4;
-/// Work-groups for each compute unit.
-const GROUPS: usize = 4;
+/// Work-items of a group, at most, and for each compute unit: a GPU holds so many of 64 registers. Fewer groups have fewer parts to combine.
+const BUSY: usize = 1024;
 /// Bytes of a row that a group has side by side, at most: a line of a cache.
 const LINE: usize = 128;
 /// Slices, at most: every group combines what all of them left.
 const SLICES: usize = 256;
+/// Rows for each work-item that are not worth a second launch.
+const FEW: usize = 8;
 
 /// A batch whose channels lie innermost: how many rows there are of how many channels, and what work-items have.
 struct Channels {
@@ -27,6 +29,8 @@ struct Channels {
     width: usize,
     lanes: usize,
     group: usize,
+    /// Rows that a work-item loads before it computes: 64 bytes, or as much as is left of registers for single elements.
+    at_once: usize,
     /// Slices of `chunk` rows.
     slices: usize,
     chunk: usize,
@@ -65,16 +69,17 @@ impl Channels {
         let offsets = [Some(norm.x), Some(norm.y), norm.z].into_iter().flatten().map(|t| t.layout.offset as isize);
         let width = vector_width(device, dtype, offsets.chain(steps).chain([channels as isize]));
         let lanes = (LINE / dtype.size() / width).min(channels.div_ceil(width).next_power_of_two());
-        // Two numbers for each channel of a work-item, and how many rows they are of.
-        let local = (2 * width + 1) * dtype.compute().dtype().size();
-        let room = 1 << (device.info().local_memory / local).max(1).ilog2();
-        let group = group_size(device).min(room);
-        let lanes = lanes.min(group);
-        let (block, blocks) = (group / lanes * AT_ONCE, channels.div_ceil(width * lanes));
-        let wanted = (GROUPS * device.info().compute_units.max(1)).div_ceil(blocks).min(SLICES);
-        // Few rows are not worth a second launch.
-        let chunk = if rows <= 4 * block { rows } else { rows.div_ceil(wanted).next_multiple_of(block) };
-        Channels { rows, channels, width, lanes, group, slices: rows.div_ceil(chunk), chunk }
+        // Local memory of a work-item: a sum for each of its channels, one for the block's, and less than that of what channels come to.
+        let local = (width + 2) * dtype.compute().dtype().size();
+        let room = declarable_local_memory(device) / local;
+        let group = 1 << device.info().max_work_group.min(room).clamp(1, BUSY).ilog2();
+        let lanes = lanes.min(group / width);
+        let at_once = if width == 1 { 8 } else { 4 } / if norm.z.is_some() { 2 } else { 1 };
+        let (items, blocks) = (BUSY * device.info().compute_units.max(1), channels.div_ceil(width * lanes));
+        // All groups run at once: one more would have the device to itself.
+        let slices = if rows <= FEW * (group / lanes) { 1 } else { (items / group / blocks).clamp(1, SLICES) };
+        let chunk = rows.div_ceil(slices);
+        Channels { rows, channels, width, lanes, group, at_once, slices: rows.div_ceil(chunk), chunk }
     }
 
     fn plan(&self, device: &'static ClDevice, norm: &Normalisation, steps: [isize; 3]) -> Result<LaunchPlan> {
@@ -94,11 +99,11 @@ impl Channels {
         steps: [isize; 3],
         part: &str,
     ) -> Result<KernelLaunch> {
-        let Channels { rows, channels, width, lanes, group, slices, chunk } = *self;
+        let Channels { rows, channels, width, lanes, group, at_once, slices, chunk } = *self;
         let tensors = norm.tensors();
         let global = channels.div_ceil(width * lanes) * slices * group;
         // Rows past the end are counted too.
-        let wide = is_wide([rows + group * AT_ONCE, channels, global]);
+        let wide = is_wide([rows + group * at_once, channels, global]);
         let (dtype, weights) = (norm.x.dtype, norm.weight.or(norm.bias).unwrap_or(norm.x).dtype);
         let given = [norm.z, norm.weight, norm.bias].map(|t| t.is_some());
         let switches = given.into_iter().chain([wide, part == "PARTS", part == "APPLY"]);
@@ -110,8 +115,9 @@ impl Channels {
                 ["BACKWARD", "WEIGHT", "BIAS"].into_iter().zip(given).filter(|(_, on)| *on).map(|(name, _)| name);
             let names = names.chain([part].into_iter().filter(|part| !part.is_empty()));
             let defines: String = names.map(|name| format!("#define {name}\n")).collect();
-            let spread = format!("#define W {weights}\n#define LANES {lanes}\n#define GROUP {group}\n");
-            types(dtype, wide) + &vector_defines(dtype, width) + &spread + &defines + TEMPLATE
+            let spread = format!("#define LANES {lanes}\n#define GROUP {group}\n#define AT_ONCE {at_once}\n");
+            let types = types(dtype, wide) + &format!("#define W {weights}\n") + &vector_defines(dtype, width);
+            types + &spread + &defines + NEIGHBOURS + TEMPLATE
         })?;
         let mut launch = KernelLaunch::new(kernel, global, group);
         (0..tensors.len()).for_each(|k| launch.tensor(k));

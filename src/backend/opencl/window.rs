@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, arguments, bits_type, flag, index_type, is_wide, launch_free, types,
+    NEIGHBOURS, STRIDED_DIMS, arguments, bits_type, flag, index_type, is_wide, launch_free, types, vector_defines,
+    vector_width,
 };
 use crate::backend::opencl::image;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
@@ -28,19 +29,21 @@ pub(crate) fn is_near(w: &Windows) -> bool {
 }
 
 /// The kernel of a task, named by its macro, that computes in `out`'s compute type, and in its order, of windows of `count`
-/// work-items.
+/// work-items that have `width` neighbouring channels each.
 pub(crate) fn computing(
     device: &'static ClDevice,
     name: &'static str,
     out: &Tensor,
     w: &Windows,
-    count: usize,
+    (count, width): (usize, usize),
 ) -> Result<Arc<ClKernel>> {
     let (adaptive, wide, near, last) = (w.adaptive, is_wide([count]), is_near(w), !out.is_contiguous());
-    let params = [out.dtype as u64, adaptive as u64, wide as u64, near as u64, last as u64];
+    let params = [out.dtype as u64, adaptive as u64, wide as u64, near as u64, last as u64, width as u64];
     kernel(device, KernelKey::new(name, &params), "window", || {
         let switches = flag(adaptive, "ADAPTIVE") + &flag(last, "LAST") + if near { "#define INT int\n" } else { "" };
-        format!("#define {name}\n{}{switches}{STRIDED_DIMS}{TEMPLATE}", types(out.dtype, wide))
+        let neighbours = matches!(name, "MAX" | "UNMAX" | "MEAN" | "UNMEAN");
+        let neighbours = if neighbours { vector_defines(out.dtype, width) + NEIGHBOURS } else { String::new() };
+        format!("#define {name}\n{}{switches}{STRIDED_DIMS}{neighbours}{TEMPLATE}", types(out.dtype, wide))
     })
 }
 
@@ -66,11 +69,26 @@ pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Res
 pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     let device = out.cl_device()?;
     let count = out.numel();
-    let kernel = computing(device, "FOLD_WINDOWS", out, w, count)?;
+    let kernel = computing(device, "FOLD_WINDOWS", out, w, (count, 1))?;
     let words = words(w, columns, columns.strides());
     let (from, to) = (columns.device_view()?, out.device_view()?);
     let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64)]);
     launch_free(device, &kernel, &args, count)
+}
+
+/// Neighbouring channels of a work-item: as many as GPUs load at once where channels lie innermost.
+fn width(device: &ClDevice, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> usize {
+    let [strides, channels] = [x.strides(), &[out.shape().dims()[1] as isize]];
+    if out.is_contiguous() || strides[1] != 1 || !out.dtype.is_float() {
+        return 1;
+    }
+    let offsets = [x, out].map(|t| t.layout.offset as isize);
+    let starts = [strides[0], strides[2], strides[3]].into_iter().chain(offsets).chain(channels.iter().copied());
+    // Two indices are loaded at once.
+    match matches!(task, Task::Max | Task::Unmax) && !index.layout.offset.is_multiple_of(2) {
+        true => 1,
+        false => vector_width(device, out.dtype, starts),
+    }
 }
 
 pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
@@ -78,14 +96,15 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
         return Ok(());
     }
     let device = out.cl_device()?;
-    let count = out.numel();
+    let width = width(device, task, x, index, out);
+    let count = out.numel() / width;
     let name = match task {
         Task::Max => "MAX",
         Task::Unmax => "UNMAX",
         Task::Mean(_) => "MEAN",
         Task::Unmean(_) => "UNMEAN",
     };
-    let kernel = computing(device, name, out, w, count)?;
+    let kernel = computing(device, name, out, w, (count, width))?;
     let words = words(w, x, x.strides());
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let (from, to, place) = (x.device_view()?, out.device_view()?, index.device_view()?);

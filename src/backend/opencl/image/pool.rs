@@ -25,7 +25,7 @@ pub(crate) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Te
     if is_wide([items * most]) {
         return Ok(false);
     }
-    let kernel = computing(cl, name, out, w, items * most)?;
+    let kernel = computing(cl, name, out, w, (items * most, 1))?;
     for from in (0..n).step_by(most) {
         let count = most.min(n - from);
         let (x, out) = (slice(x, from, count)?, slice(out, from, count)?);

@@ -1,0 +1,194 @@
+//! Batch norm and maximum pooling of tensors whose channels lie innermost: at sizes around those of vectors, blocks of channels and
+//! slices of rows, through offsets and gaps between rows, beside formulas in f64.
+
+use claystone::autograd::{GradOptions, grad_with_options};
+use claystone::device::count_launches;
+use claystone::ops::{AvgPoolOptions, MaxPoolOptions};
+use claystone::{BatchNormOptions, DType, Device, Tensor};
+
+use crate::common::gpus::{assert_same, cases, everywhere, gpus, upload};
+use crate::common::values;
+use crate::rows::{assert_norm, drawn, normalised, tolerance};
+
+/// Rows of `channels` neighbours from the `at`th element on of rows that have `gap` more.
+#[derive(Clone, Copy)]
+struct Rows {
+    rows: usize,
+    channels: usize,
+    at: usize,
+    gap: usize,
+}
+
+impl Rows {
+    fn put(&self, numbers: &[f64], dtype: DType, device: Device) -> Tensor {
+        let Rows { rows, channels, at, gap } = *self;
+        let pitch = channels + gap;
+        // What is between the rows would be seen in every sum.
+        let mut whole = vec![f64::NAN; at + rows * pitch];
+        for (i, number) in numbers.iter().enumerate() {
+            whole[at + i / channels * pitch + i % channels] = *number;
+        }
+        let whole = upload(&whole, &[whole.len()], dtype, device);
+        let rows = whole.narrow(0, at, rows * pitch).unwrap().reshape([rows, pitch]).unwrap();
+        rows.narrow(1, 0, channels).unwrap()
+    }
+
+    /// Numbers of a channel one after another, and back.
+    fn turned(&self, numbers: &[f64]) -> Vec<Vec<f64>> {
+        (0..self.channels).map(|c| numbers.iter().skip(c).step_by(self.channels).copied().collect()).collect()
+    }
+
+    fn back(&self, channels: &[Vec<f64>]) -> Vec<f64> {
+        (0..self.rows).flat_map(|r| channels.iter().map(move |channel| channel[r])).collect()
+    }
+}
+
+fn rows(rows: usize, channels: usize) -> Rows {
+    Rows { rows, channels, at: 0, gap: 0 }
+}
+
+fn training<'a>(weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> BatchNormOptions<'a> {
+    BatchNormOptions { weight, bias, training: true, ..Default::default() }
+}
+
+#[test]
+fn batch_norm_of_one_slice_and_of_many() {
+    // One work-item's turns end between them, so do groups' rows; the longest ones are in slices, also of two compute units.
+    let shapes = [
+        rows(2, 2),
+        rows(9, 8),
+        rows(129, 5),
+        Rows { at: 8, gap: 16, ..rows(130, 24) },
+        Rows { at: 3, gap: 1, ..rows(517, 9) },
+        rows(1025, 64),
+        rows(513, 65),
+        Rows { at: 16, gap: 8, ..rows(4099, 32) },
+        rows(300, 136),
+        Rows { gap: 2, ..rows(9001, 6) },
+        rows(20_011, 16),
+    ];
+    let dtypes = [DType::F32, DType::BF16, DType::F64, DType::F16];
+    for device in everywhere("channels_last::batch_norm_of_one_slice_and_of_many") {
+        let all: Vec<_> =
+            shapes.iter().enumerate().flat_map(|(i, &s)| (0..4).map(move |k| (s, dtypes[(i + k) % 4]))).collect();
+        for (shape, dtype) in cases(&all, 4, device) {
+            let Rows { rows, channels, .. } = shape;
+            let (xs, gs) = drawn(rows * channels, 3.0);
+            let (ws, bs) = drawn(channels, 0.5);
+            let (x, g) = (shape.put(&xs, dtype, device), shape.put(&gs, dtype, device));
+            let (xs, gs) = (values(&x), values(&g)); // as they are stored
+            // Halves have weights of their own dtype or in f32.
+            let of_weights = if dtype == DType::F64 { dtype } else { DType::F32 };
+            let [w, b] = [&ws, &bs].map(|numbers| upload(numbers, &[channels], of_weights, device));
+            let ([ys, dxs], [dw, db]) =
+                normalised(&shape.turned(&xs), &shape.turned(&gs), [&ws, &bs], |r, _| r, (1e-5, false));
+            let want = [&shape.back(&ys)[..], &shape.back(&dxs), &dw, &db];
+            let what = format!("{rows} x {channels} of {dtype}, strides {:?}", x.strides());
+            assert_norm([&x, &w, &b, &g], want, tolerance(dtype), &what, |x, w, b| {
+                let (y, launches) = count_launches(|| x.batch_norm(training(Some(w), Some(b))).unwrap());
+                assert!(launches <= if rows <= 8 { 1 } else { 2 }, "{launches} launches of {what}");
+                let again = values(&x.detach().batch_norm(training(Some(w), Some(b))).unwrap().detach());
+                let other = values(&y.detach()).iter().zip(&again).position(|(a, b)| a.to_bits() != b.to_bits());
+                assert_eq!(other, None, "{what} on {device}: an element that differs in a second run");
+                y
+            });
+        }
+    }
+}
+
+/// Numbers far from 0 lose no more than f32 has; a channel with a NaN or an infinity has no results, and others do.
+#[test]
+fn batch_norm_of_what_sums_alone_do_not_fit() {
+    for device in gpus("channels_last::batch_norm_of_what_sums_alone_do_not_fit") {
+        let shape = rows(2085, 12);
+        let (mut xs, gs) = drawn(shape.rows * shape.channels, 1000.0);
+        xs[17 * shape.channels + 3] = f64::NAN;
+        xs[2000 * shape.channels + 8] = f64::INFINITY;
+        // A channel whose first row is far from the others, and one that is the same in all.
+        xs[5] = -3e5;
+        xs.iter_mut().skip(6).step_by(shape.channels).for_each(|x| *x = 1.0 / 3.0);
+        let none = vec![0.0; shape.channels];
+        let ones = vec![1.0; shape.channels];
+        let (x, g) = (shape.put(&xs, DType::F32, device), shape.put(&gs, DType::F32, device));
+        let (w, b) = (upload(&ones, &[12], DType::F32, device), upload(&none, &[12], DType::F32, device));
+        let xs = values(&x); // as they are stored
+        let ([ys, dxs], [dw, db]) =
+            normalised(&shape.turned(&xs), &shape.turned(&gs), [&ones, &none], |r, _| r, (1e-5, false));
+        assert!(ys[3].iter().chain(&ys[8]).all(|y| y.is_nan()) && ys[5].iter().all(|y| y.is_finite()));
+        let want = [&shape.back(&ys)[..], &shape.back(&dxs), &dw, &db];
+        // An ulp of 1000 is 6e-5 deviations.
+        assert_norm([&x, &w, &b, &g], want, 2e-4, "numbers far from 0", |x, w, b| {
+            x.batch_norm(training(Some(w), Some(b))).unwrap()
+        });
+    }
+}
+
+/// Windows of images [n, channels, rows, columns]: size, step, padding, dilation.
+type Pool = ([usize; 4], [[usize; 2]; 4]);
+
+const POOLS: [Pool; 6] = [
+    ([2, 16, 9, 11], [[3, 3], [2, 2], [1, 1], [1, 1]]),
+    ([1, 8, 12, 6], [[2, 2], [2, 2], [0, 0], [1, 1]]),
+    ([3, 24, 5, 8], [[3, 2], [1, 2], [1, 0], [2, 1]]),
+    ([2, 5, 9, 7], [[3, 3], [2, 2], [1, 1], [1, 1]]),
+    ([1, 32, 1, 17], [[1, 4], [1, 3], [0, 2], [1, 1]]),
+    ([2, 40, 6, 6], [[2, 3], [3, 4], [0, 1], [1, 1]]),
+];
+
+/// What pools give of images that begin at the `at`th element, and the gradients that come with a gap behind each pixel.
+fn pooled((shape, [size, step, padding, dilation]): Pool, at: usize, dtype: DType, device: Device) -> Vec<Vec<f64>> {
+    let last = |[n, c, h, w]: [usize; 4], gap: usize, of: usize| {
+        // Small whole numbers: greatest ones are several, and sums are exact. Some are not finite.
+        let number = |i: usize| match (i * 7919 + i / 13) % 1009 {
+            0 if of == 0 => f64::NAN,
+            1 => f64::NEG_INFINITY,
+            k => (k % 15) as f64 - 7.0,
+        };
+        let pixels = n * h * w * (c + gap);
+        let numbers: Vec<f64> = (0..at + pixels).map(|i| number(i + of)).collect();
+        let whole = upload(&numbers, &[numbers.len()], dtype, device).narrow(0, at, pixels).unwrap();
+        let images = whole.reshape([n, h, w, c + gap]).unwrap().permute(&[0, 3, 1, 2]).unwrap();
+        images.narrow(1, 0, c).unwrap()
+    };
+    let stride = Some(step);
+    let greatest = MaxPoolOptions { stride, padding: padding.into(), dilation, ..Default::default() };
+    let mean = AvgPoolOptions { stride, padding: padding.into(), ..Default::default() };
+    let mut results = Vec::new();
+    for of_means in [false, true] {
+        let x = last(shape, 0, 0).requires_grad_(true).unwrap();
+        let y = match of_means {
+            true => x.avg_pool2d(size, mean).unwrap(),
+            false => {
+                let (y, places) = x.max_pool2d_with_indices(size, greatest).unwrap();
+                results.push(places.to_vec::<i64>().unwrap().into_iter().map(|at| at as f64).collect());
+                y
+            }
+        };
+        let [n, c, h, w] = [0, 1, 2, 3].map(|d| y.shape().dims()[d]);
+        // Gradients that are read 16 bytes at a time, and others.
+        results.push(values(&y.detach()));
+        for gap in [0, 8, 3] {
+            let grad = last([n, c, h, w], gap, 29 + gap);
+            let options = GradOptions { grad_outputs: &[&grad], retain_graph: true, ..Default::default() };
+            let (mut dx, launches) = count_launches(|| grad_with_options(&[&y], &[&x], options).unwrap());
+            assert!(launches <= 1, "{launches} launches for the gradient of {shape:?} with a gap of {gap} on {device}");
+            results.push(values(&dx.remove(0).unwrap()));
+        }
+    }
+    results
+}
+
+#[test]
+fn pooling_and_its_gradients() {
+    for device in everywhere("channels_last::pooling_and_its_gradients") {
+        for dtype in cases(&[DType::F32, DType::BF16, DType::F16, DType::F64], 1, device) {
+            for (i, pool) in cases(&POOLS, 1, device).into_iter().enumerate() {
+                let at = [0, 8, 3][i % 3];
+                let want = pooled(pool, at, DType::F64, Device::Cpu);
+                for (got, want) in pooled(pool, at, dtype, device).iter().zip(&want) {
+                    assert_same(got, want, tolerance(dtype), &format!("{pool:?} at {at} of {dtype} on {device}"));
+                }
+            }
+        }
+    }
+}
