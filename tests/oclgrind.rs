@@ -233,7 +233,7 @@ fn windows() {
 
 /// Norms and pools of images whose channels lie innermost; groups of 32 work-items cut 144 pixels in slices.
 #[test]
-fn channels_last() {
+fn windows_and_norms_of_channels_last() {
     for (dtype, c) in [(DType::F32, 8), (DType::BF16, 16), (DType::F32, 3)] {
         agree(5e-2, |device| {
             let x = numbers(2 * c * 9 * 8, dtype, device)?.reshape([2, c, 9, 8])?;
