@@ -10,13 +10,14 @@ use std::sync::OnceLock;
 
 use smallvec::SmallVec;
 
-use crate::autograd::{GradOptions, check_unrecorded, enable_grad, grad_with_options, gradients_only};
+use crate::autograd::{check_unrecorded, gradients_only};
 use crate::error::Excerpt;
 use crate::expr::table::{Accepts, Output, ROWS, Row};
 use crate::ops::dispatch::arguments::{Argument, ParameterKind};
 use crate::ops::dispatch::checks::{invalid, mismatch};
 use crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::parameters::{Parameter, Signature, Slots, Value};
+use crate::ops::dispatch::recorded::Recorded;
 use crate::ops::dispatch::registry::{self, Backend, Implementation, Registration};
 use crate::ops::elementwise::derivative_of_result;
 use crate::ops::{elementwise, index, linalg, nn, random, reduce, shape, sort};
@@ -279,8 +280,8 @@ const CONVOLUTIONS: [&str; 6] =
     ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"];
 
 /// The gradients of [`call`], from those of its first results: for each tensor, of which those are computed that are `wanted`. The
-/// operation runs once more for that, unless it is elementwise or a convolution, whose gradients do not depend on the result. No
-/// gradient shares a storage with what is given. An operation that draws random numbers draws them again.
+/// operation runs once more for that, unless it is elementwise or a convolution, whose gradients do not depend on the result. Each
+/// gradient has a storage of its own. An operation that draws random numbers draws them again.
 ///
 /// ```
 /// use claystone::{Device, Tensor, ops};
@@ -301,33 +302,12 @@ pub fn gradients(
     grad_outputs: &[Option<&Tensor>],
     wanted: &[bool],
 ) -> Result<Vec<Option<Tensor>>> {
-    let is_wanted = |i: usize| wanted.get(i).copied().unwrap_or(false);
-    let leaf = |(i, tensor): (usize, &Option<&Tensor>)| {
-        tensor.map(|tensor| tensor.detach().requires_grad_(is_wanted(i))).transpose()
-    };
-    let leaves = tensors.iter().enumerate().map(leaf).collect::<Result<Vec<Option<Tensor>>>>()?;
-    let inputs: Vec<Option<&Tensor>> = leaves.iter().map(Option::as_ref).collect();
-    let run = || enable_grad(|| call(name, &inputs, arguments));
-    let results = if is_of_operands(name, &inputs) { gradients_only(run) } else { run() }?;
-    invalid!("gradients" if grad_outputs.len() > results.len(),
-        "{} gradients for the {} results of {name}", grad_outputs.len(), results.len());
-    // What depends on nothing that is wanted passes nothing back.
-    let pairs = results.iter().zip(grad_outputs).filter(|(result, _)| result.requires_grad());
-    let (outputs, grad_outputs): (Vec<&Tensor>, Vec<&Tensor>) =
-        pairs.filter_map(|(result, gradient)| gradient.map(|gradient| (result, gradient))).unzip();
-    let mut gradients: Vec<Option<Tensor>> = wanted.iter().map(|_| None).collect();
-    if outputs.is_empty() {
-        return Ok(gradients);
-    }
-    let tracked = |t: &&Tensor| t.requires_grad();
-    let sources: Vec<&Tensor> = inputs.iter().copied().flatten().filter(tracked).collect();
-    let options = GradOptions { grad_outputs: &grad_outputs, allow_unused: true, ..Default::default() };
-    let mut found = grad_with_options(&outputs, &sources, options)?.into_iter();
-    for (i, _) in inputs.iter().enumerate().filter(|(_, t)| t.as_ref().is_some_and(tracked)) {
-        let Some(gradient) = found.next().flatten() else { continue };
-        let given = grad_outputs.iter().chain(&sources).any(|t| t.shares_storage(&gradient));
-        gradients[i] = Some(if given { gradient.empty_like()?.copy_(&gradient)?.shallow_clone() } else { gradient });
-    }
+    let recorded = Recorded::new(tensors, wanted, |inputs| {
+        let run = || call(name, inputs, arguments);
+        if is_of_operands(name, inputs) { gradients_only(run) } else { run() }
+    })?;
+    let mut gradients = recorded.pass("gradients", grad_outputs, false)?;
+    gradients.resize_with(wanted.len(), || None);
     Ok(gradients)
 }
 

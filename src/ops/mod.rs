@@ -32,6 +32,7 @@ pub use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 pub use crate::ops::dispatch::parameters::{Parameter, Signature, Value};
 pub use crate::ops::dispatch::precision::{Precision, with_precision};
 pub use crate::ops::dispatch::promote::result_type;
+pub use crate::ops::dispatch::recorded::Recorded;
 pub use crate::ops::dispatch::registry::{Backend, Implementation, Registration};
 pub use crate::ops::elementwise::each::{TensorSet, foreach_into, map_each};
 pub use crate::ops::elementwise::map::MapInto;

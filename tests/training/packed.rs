@@ -223,6 +223,10 @@ fn what_cannot_be_packed_is_said() {
     said(pack_sequence::<Tensor>(&[], true), "there is no sequence");
     let packed = pack_padded_sequence(&x, &[4, 2], true, true).unwrap();
     said(packed.map(|data| data.narrow(0, 0, 5)), "instead of 6 rows");
+    assert_eq!(PackedSequence::new(packed.data(), packed.batch_sizes().to_vec()).unwrap().lengths(), packed.lengths());
+    for sizes in [vec![], vec![3, 2], vec![2, 4], vec![6, 0], vec![usize::MAX, 7]] {
+        said(PackedSequence::new(packed.data(), sizes), "add up to the rows");
+    }
     assert!(pad_packed_sequence(&packed, true, 0.0, Some(3)).is_err());
     assert!(unpad_sequence(&x, &[1, 5], true).is_err() && pad_sequence::<Tensor>(&[], true, 0.0).is_err());
     let gru = Gru::new(2, 3, RnnOptions::default(), Device::Cpu).unwrap();

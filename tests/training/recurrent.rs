@@ -170,6 +170,39 @@ fn names_are_pytorchs_and_gradients_reach_everything() {
 }
 
 #[test]
+fn layers_are_made_of_parameters_that_are_there() {
+    let deep = RnnOptions { num_layers: 2, bidirectional: true, ..RnnOptions::default() };
+    let x = Tensor::randn(&[STEPS, BATCH, INPUT], Device::Cpu).unwrap();
+    let of = |layer: &dyn Module| layer.parameters().iter().map(|t| t.shallow_clone()).collect::<Vec<_>>();
+    let same = |layer: &dyn Module, again: &dyn Module| {
+        assert!(layer.forward(&x).unwrap().equal(&again.forward(&x).unwrap()).unwrap());
+        again.forward(&x).unwrap().sum((), false).unwrap().backward().unwrap();
+        assert!(layer.parameters().iter().all(|t| t.grad().is_some()), "it is the same tensors");
+    };
+    for options in [RnnOptions::default(), RnnOptions { bias: false, ..deep }, RnnOptions { proj_size: 2, ..deep }] {
+        let lstm = Lstm::new(INPUT, HIDDEN, options, Device::Cpu).unwrap();
+        same(&lstm, &Lstm::from_parameters(of(&lstm), options).unwrap());
+    }
+    let (gru, rnn) =
+        (Gru::new(INPUT, HIDDEN, deep, Device::Cpu).unwrap(), Rnn::new(INPUT, HIDDEN, deep, Device::Cpu).unwrap());
+    same(&gru, &Gru::from_parameters(of(&gru), deep).unwrap());
+    same(&rnn, &Rnn::from_parameters(of(&rnn), deep).unwrap());
+
+    let few = Gru::from_parameters(of(&gru)[..15].iter().map(Tensor::shallow_clone).collect(), deep);
+    assert!(matches!(few, Err(Error::Invalid { op: "Gru::from_parameters", .. })));
+    let none = Gru::from_parameters(Vec::new(), RnnOptions { num_layers: 0, ..deep });
+    assert!(matches!(none, Err(Error::Invalid { .. })));
+    for i in 0..16 {
+        for wrong in [Tensor::ones(&[7, 5], Device::Cpu).unwrap(), Tensor::ones((), Device::Cpu).unwrap()] {
+            let mut parameters = of(&gru);
+            parameters[i] = wrong;
+            let made = Gru::from_parameters(parameters, deep);
+            assert!(matches!(made, Err(Error::ShapeMismatch { .. } | Error::Invalid { .. })), "parameter {i}");
+        }
+    }
+}
+
+#[test]
 fn what_goes_between_layers_is_dropped_in_training_only() {
     let options = RnnOptions { num_layers: 2, dropout: 1.0, ..RnnOptions::default() };
     let gru = Gru::new(2, 3, options, Device::Cpu).unwrap();

@@ -130,6 +130,18 @@ typedef enum {
     CLAYSTONE_CATEGORY_OTHER = 8,
 } ClaystoneCategory;
 
+// What a recurrent layer computes in a step.
+typedef enum {
+    // Long short-term memory.
+    CLAYSTONE_CELL_LSTM = 0,
+    // The gated recurrent unit.
+    CLAYSTONE_CELL_GRU = 1,
+    // The hyperbolic tangent of a sum.
+    CLAYSTONE_CELL_RNN_TANH = 2,
+    // A sum where it is above 0.
+    CLAYSTONE_CELL_RNN_RELU = 3,
+} ClaystoneCell;
+
 // A handle on a point in a stream's work.
 typedef struct ClaystoneEvent ClaystoneEvent;
 
@@ -139,6 +151,9 @@ typedef struct ClaystoneGenerator ClaystoneGenerator;
 
 // A handle on what was recorded.
 typedef struct ClaystoneProfile ClaystoneProfile;
+
+// What the gradients of a call are computed from.
+typedef struct ClaystoneRecording ClaystoneRecording;
 
 // A handle on a run of bytes on one device. The bytes go back to the device's allocator when the last handle and the last tensor
 // on them are released.
@@ -303,6 +318,36 @@ typedef struct {
     // The names of `claystone_annotate` that it happened under, the outermost first, joined by slashes; as `name`.
     const char *annotation;
 } ClaystoneProfileEvent;
+
+// Recurrent layers on top of each other, and what they are given: PyTorch's `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and
+// `torch.rnn_relu`, without dropout.
+typedef struct {
+    // A ClaystoneCell.
+    int32_t cell;
+    // How many layers.
+    size_t num_layers;
+    // Whether each layer also goes through the sequence from its end.
+    bool bidirectional;
+    // Whether there are biases.
+    bool bias;
+    // Where not 0, LSTM's hidden state is projected to so many features.
+    size_t proj_size;
+    // Whether input and output are `[N, L, ..]` instead of `[L, N, ..]`.
+    bool batch_first;
+    // Of packed sequences, whose input is `[rows, ..]`, how many of these rows each step has; null for others.
+    const int64_t *batch_sizes;
+    // How many steps that are; 0 for others.
+    size_t batch_size_count;
+    // The input.
+    const ClaystoneTensor *input;
+    // The hidden states to begin with, `[layers * directions, N, H]`.
+    const ClaystoneTensor *hx;
+    // LSTM's cell states to begin with; null for others.
+    const ClaystoneTensor *cx;
+    // Of each layer and each of its directions `weight_ih`, `weight_hh`, then the two biases, then LSTM's `weight_hr`, as far as there
+    // are such.
+    ClaystoneTensors parameters;
+} ClaystoneRecurrent;
 
 // What a tensor is, but for its sizes and strides.
 typedef struct {
@@ -469,6 +514,31 @@ ClaystoneStatus claystone_generator_set_state(const ClaystoneGenerator *generato
 
 // The seed of a generator and the number of draws made from it.
 ClaystoneStatus claystone_generator_state(const ClaystoneGenerator *generator_handle, uint64_t *seed, uint64_t *draws);
+
+// Runs recurrent layers.
+//
+// `results` has room for three handles, which are the caller's: the hidden states of the last layer at all steps, the hidden states that
+// all layers end with, and LSTM's cell states likewise, null for others. `wanted` has a flag for the input, for `hx`, for LSTM's `cx`,
+// and for each parameter: not 0 where its gradient will be asked for. Then `recording` is written a handle that is the caller's; null
+// where `wanted` is null or all 0.
+ClaystoneStatus claystone_recurrent(const ClaystoneRecurrent *layers,
+                                    const uint8_t *wanted,
+                                    ClaystoneTensor **results,
+                                    ClaystoneRecording **recording);
+
+// The gradients of the tensors of a recorded call, as often as one likes.
+//
+// `grad_outputs` has one gradient for each of the first results, of its shape, dtype and device; null for one that has none.
+// `gradients` has room for a handle for each tensor, in the order of the flags that were given, which are the caller's: null where none was
+// wanted or none flows. Each has a storage of its own. What the call was given must not have changed.
+ClaystoneStatus claystone_recording_backward(const ClaystoneRecording *recording,
+                                             const ClaystoneTensor *const *grad_outputs,
+                                             size_t grad_output_count,
+                                             ClaystoneTensor **gradients,
+                                             size_t tensor_count);
+
+// Gives a handle on a recording back, and what it kept. Null is none.
+void claystone_recording_release(ClaystoneRecording *recording);
 
 // The sentence of the latest call of this thread that failed; empty where none did. It is claystone's: valid until the next
 // failing call of the thread, and nobody's to free. Successful calls leave it as it is.

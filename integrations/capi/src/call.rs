@@ -233,7 +233,10 @@ unsafe fn with_call<R>(call: *const ClaystoneCall, run: impl FnOnce(Call) -> Res
 }
 
 /// Handles for results, which are the caller's.
-fn give(results: impl IntoIterator<Item = Option<Tensor>>, outputs: &mut [MaybeUninit<*mut ClaystoneTensor>]) {
+pub(crate) fn give(
+    results: impl IntoIterator<Item = Option<Tensor>>,
+    outputs: &mut [MaybeUninit<*mut ClaystoneTensor>],
+) {
     for (output, result) in outputs.iter_mut().zip(results) {
         output.write(result.map_or(std::ptr::null_mut(), |tensor| handle(ClaystoneTensor(tensor))));
     }

@@ -2,7 +2,7 @@
 //! bindings of other languages include.
 //!
 //! A file a subject: [`device`] and [`stream`], [`storage`] and [`tensor`], [`call`] for operations by name and their gradients,
-//! [`multi`] for many tensors at once, [`profiler`] for what ran when, [`memory`] for statistics and snapshots, [`random`] for generators. [`status`] has what every function shares: statuses, the
+//! [`multi`] for many tensors at once, [`recurrent`] for layers of LSTM and its like, [`profiler`] for what ran when, [`memory`] for statistics and snapshots, [`random`] for generators. [`status`] has what every function shares: statuses, the
 //! last error of a thread, and the guard that keeps panics on this side.
 //!
 //! # Safety
@@ -30,6 +30,7 @@ pub mod multi;
 mod pointers;
 pub mod profiler;
 pub mod random;
+pub mod recurrent;
 pub mod status;
 pub mod storage;
 pub mod stream;

@@ -24,7 +24,7 @@ pub struct ClaystoneTensors {
 ///
 /// # Safety
 /// Pointers are null, or good as the crate's documentation says.
-unsafe fn list<'a>(list: &ClaystoneTensors, what: &str) -> Result<Vec<&'a Tensor>, Fault> {
+pub(crate) unsafe fn list<'a>(list: &ClaystoneTensors, what: &str) -> Result<Vec<&'a Tensor>, Fault> {
     // SAFETY: the caller's promise.
     let handles = unsafe { array(list.tensors, list.count, what)? };
     // SAFETY: as above.

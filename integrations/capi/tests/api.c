@@ -281,6 +281,7 @@ static void pinned(void) {
 }
 
 #include "many.h"
+#include "recurrent.h"
 
 static void *on_another_thread(void *stream) {
     ClaystoneStream *current;
@@ -481,6 +482,7 @@ int main(int count, char **arguments) {
     operations();
     gradients();
     many();
+    recurrent();
     copies();
     pinned();
     streams();
@@ -489,10 +491,8 @@ int main(int count, char **arguments) {
     memory();
     random_numbers();
     /* Null is no handle, and releasing none does nothing. */
-    claystone_storage_release(NULL);
-    claystone_tensor_release(NULL);
-    claystone_stream_release(NULL);
-    claystone_event_release(NULL);
+    claystone_storage_release(NULL), claystone_tensor_release(NULL);
+    claystone_stream_release(NULL), claystone_event_release(NULL);
     claystone_generator_release(NULL);
     claystone_bytes_free(NULL);
     puts("passed");

@@ -13,6 +13,15 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 #define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
     AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION)
+    // These are composed of such, and are one operator here.
+    LOWER_PRECISION(lstm, input)
+    LOWER_PRECISION(lstm, data)
+    LOWER_PRECISION(gru, input)
+    LOWER_PRECISION(gru, data)
+    LOWER_PRECISION(rnn_tanh, input)
+    LOWER_PRECISION(rnn_tanh, data)
+    LOWER_PRECISION(rnn_relu, input)
+    LOWER_PRECISION(rnn_relu, data)
     AT_FORALL_FP32(FP32)
     AT_FORALL_PROMOTE(PROMOTE)
 #undef LOWER_PRECISION

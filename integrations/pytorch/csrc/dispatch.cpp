@@ -1,5 +1,6 @@
 // The kernel that every operator comes to: its row's program is run by claystone, or the CPU takes the call.
 #include "dispatch.h"
+#include "annotate.h"
 #include "copy.h"
 #include "evaluate.h"
 #include "fallback.h"
@@ -349,26 +350,6 @@ void run(const Operator& op, const c10::FunctionSchema& schema, torch::jit::Stac
     stack->resize(base);
     for (size_t i = 0; i < std::min(outputs.size(), schema.returns().size()); i++) {
         stack->emplace_back(outputs[i]);
-    }
-}
-
-// Calls `compute`: what claystone records of memory and time meanwhile carries the operator's name.
-template <typename Compute>
-void annotated(const std::string& name, Compute compute) {
-    struct Call {
-        Compute& compute;
-        std::exception_ptr thrown;
-    } call{compute, nullptr};
-    check(claystone_annotate(name.c_str(), [](void* data) {
-        auto& call = *static_cast<Call*>(data);
-        try {
-            call.compute();
-        } catch (...) { // which C would not let through
-            call.thrown = std::current_exception();
-        }
-    }, &call));
-    if (call.thrown) {
-        std::rethrow_exception(call.thrown);
     }
 }
 

@@ -9,20 +9,6 @@
 namespace claystone_torch {
 namespace {
 
-// Failures that a CPU would not have are the caller's; a call that claystone refuses goes to the CPU.
-void check_call(ClaystoneStatus status) {
-    switch (status) {
-        case CLAYSTONE_STATUS_OK:
-        case CLAYSTONE_STATUS_OUT_OF_MEMORY:
-        case CLAYSTONE_STATUS_DEVICE_LOST:
-        case CLAYSTONE_STATUS_DRIVER:
-        case CLAYSTONE_STATUS_PARTIAL:
-            return check(status);
-        default:
-            throw Refused(claystone_last_error());
-    }
-}
-
 TensorHandle run_one(const char* name, std::vector<ClaystoneArgument> arguments) {
     ClaystoneTensor* result = nullptr;
     const ClaystoneCall call{name, nullptr, 0, arguments.data(), arguments.size()};
@@ -206,6 +192,19 @@ Value list(const Node& node, Scope& scope) {
 }
 
 } // namespace
+
+void check_call(ClaystoneStatus status) {
+    switch (status) {
+        case CLAYSTONE_STATUS_OK:
+        case CLAYSTONE_STATUS_OUT_OF_MEMORY:
+        case CLAYSTONE_STATUS_DEVICE_LOST:
+        case CLAYSTONE_STATUS_DRIVER:
+        case CLAYSTONE_STATUS_PARTIAL:
+            return check(status);
+        default:
+            throw Refused(claystone_last_error());
+    }
+}
 
 // A tensor without dimensions of a number.
 TensorHandle tensor_of(const Value& value, const Scope& scope) {

@@ -17,6 +17,8 @@ struct Scope {
     bool wide = false; // whether numbers that become tensors are f64
 };
 
+// Failures that a CPU would not have are the caller's; a call that claystone refuses throws Refused, and goes to the CPU.
+void check_call(ClaystoneStatus status);
 // The value of a node: where it is not there already, it is put into `room`.
 const Value& evaluate(const Node& node, Scope& scope, Value& room);
 Value evaluate(const Node& node, Scope& scope);

@@ -66,12 +66,13 @@ class Transformer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    def __init__(self, layer=nn.LSTM, **options):
         super().__init__()
-        self.lstm, self.head = nn.LSTM(5, 8, batch_first=True), nn.Linear(8, 10)
+        self.layer = layer(5, 8, batch_first=True, **options)
+        self.head = nn.Linear(16 if self.layer.bidirectional else 8, 10)
 
     def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
+        return self.head(self.layer(x)[0][:, -1])
 
 
 def sentences(model, device, x):
@@ -124,7 +125,9 @@ class Training(unittest.TestCase):
         self.same(Transformer, data, sentences, lambda p: torch.optim.AdamW(p, lr=1e-2))
 
     def test_recurrent_network(self):
-        self.same(Recurrent, lambda: torch.randn(4, 6, 5), classes, lambda p: torch.optim.Adam(p, lr=1e-2))
+        deep = {"num_layers": 2, "bidirectional": True}
+        for make in (Recurrent, lambda: Recurrent(nn.GRU), lambda: Recurrent(nn.LSTM, **deep), lambda: Recurrent(nn.GRU, **deep)):
+            self.same(make, lambda: torch.randn(4, 6, 5), classes, lambda p: torch.optim.Adam(p, lr=1e-2))
 
 
 if __name__ == "__main__":

@@ -68,6 +68,17 @@ macro_rules! layers {
                 Stack::new(op, $step, [input_size, hidden_size], options, tensors.into()).map($name)
             }
 
+            /// The layer of parameters that are there, in PyTorch's order: of each layer and each of its directions `weight_ih`,
+            /// `weight_hh`, then `bias_ih` and `bias_hh` where there are biases, then `weight_hr` where LSTM's state is projected.
+            ///
+            /// # Errors
+            /// As [`new`](Self::new); [`Error::Invalid`](crate::Error::Invalid) for another number of parameters,
+            /// [`Error::ShapeMismatch`](crate::Error::ShapeMismatch) for shapes that do not go together.
+            pub fn from_parameters(parameters: Vec<Tensor>, options: RnnOptions) -> Result<$name> {
+                let op = concat!(stringify!($name), "::from_parameters");
+                Stack::from_parameters(op, $step, parameters, options).map($name)
+            }
+
             /// What PyTorch's layer gives when it is called: the last layer's hidden states at all steps, and what all layers
             /// end with; from `state`, or from zeros.
             ///

@@ -57,6 +57,32 @@ impl Order {
 }
 
 impl PackedSequence {
+    /// Sequences that are packed already: the elements of all, step after step, and how many sequences have each step, the longest
+    /// first (PyTorch's `PackedSequence(data, batch_sizes)`).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, nn::PackedSequence};
+    /// let packed = PackedSequence::new(&Tensor::ones(&[5, 3], Device::Cpu)?, vec![2, 2, 1])?;
+    /// assert_eq!(packed.lengths(), [3, 2]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for sizes that are not those of sorted sequences, or do not add up to the rows of the data.
+    pub fn new(data: &Tensor, batch_sizes: Vec<usize>) -> Result<PackedSequence> {
+        let rows = data.shape().dims().first().copied();
+        let sorted = batch_sizes.is_sorted_by(|a, b| a >= b) && batch_sizes.last().is_some_and(|&size| size > 0);
+        // A sum that overflows is none of rows that are there.
+        let total = batch_sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size));
+        if !sorted || total.is_none() || total != rows {
+            let (sizes, shape) = (shown(&batch_sizes), data.shape());
+            let reason =
+                format!("batch sizes {sizes} do not increase, are above 0, and add up to the rows of shape {shape}");
+            return Err(Error::invalid("PackedSequence::new", reason));
+        }
+        Ok(PackedSequence { data: data.shallow_clone(), batch_sizes, order: None })
+    }
+
     /// The elements of all sequences, `[sum of lengths, ..]`.
     pub fn data(&self) -> &Tensor {
         &self.data

@@ -7,7 +7,7 @@ use super::schedule::Schedule;
 use super::step::{Cell, Sizes, Step};
 use crate::nn::{Mode, Role};
 use crate::tensor::TensorOptions;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Shape, Tensor};
 
 /// Layers of cells.
 pub(super) struct Stack {
@@ -33,6 +33,58 @@ impl Stack {
         options: RnnOptions,
         at: TensorOptions,
     ) -> Result<Stack> {
+        let sizes = Self::sizes(op, step, [input, hidden], options)?;
+        let cell = |input: usize| Cell::new(op, step, Sizes { input, ..sizes }, options.bias, at);
+        Stack::of(step, sizes, options, cell)
+    }
+
+    /// A stack of parameters that are there.
+    pub(super) fn from_parameters(
+        op: &'static str,
+        step: Step,
+        parameters: Vec<Tensor>,
+        options: RnnOptions,
+    ) -> Result<Stack> {
+        let biases = if options.bias { 2 } else { 0 };
+        let each = 2 + biases + usize::from(options.proj_size > 0);
+        let directions = if options.bidirectional { 2 } else { 1 };
+        let count = parameters.len();
+        if Some(count) != options.num_layers.checked_mul(directions * each) {
+            return Err(Error::invalid(
+                op,
+                format!("{count} parameters are not those of {options:?}: {each} for each direction"),
+            ));
+        }
+        let first = parameters.first().map(|t| t.shape().dims()).filter(|dims| dims.first() != Some(&0));
+        let Some(&[rows, input]) = first else {
+            return Err(Error::invalid(op, "the first parameter is weight_ih, a matrix of rows for each gate"));
+        };
+        let sizes = Self::sizes(op, step, [input, rows / step.gates()], options)?;
+        let mut left = parameters.into_iter();
+        Stack::of(step, sizes, options, |input| {
+            let rows = step.gates() * sizes.hidden;
+            let mut take = |shape: &[usize]| match left.next() {
+                Some(t) if t.shape().dims() == shape => Ok(t),
+                other => {
+                    let (lhs, rhs) = (shape.into(), other.map_or(Shape::from(()), |t| t.shape().clone()));
+                    Err(Error::ShapeMismatch {
+                        op,
+                        lhs,
+                        rhs,
+                        hint: "a parameter does not fit the first one and the options",
+                    })
+                }
+            };
+            let (weight_ih, weight_hh) = (take(&[rows, input])?, take(&[rows, sizes.output])?);
+            let mut bias = || options.bias.then(|| take(&[rows])).transpose();
+            let (bias_ih, bias_hh) = (bias()?, bias()?);
+            let weight_hr = (options.proj_size > 0).then(|| take(&[sizes.output, sizes.hidden])).transpose()?;
+            Ok(Cell { weight_ih, weight_hh, bias_ih, bias_hh, weight_hr })
+        })
+    }
+
+    /// The sizes of the first layer, once the options are checked.
+    fn sizes(op: &'static str, step: Step, [input, hidden]: [usize; 2], options: RnnOptions) -> Result<Sizes> {
         let RnnOptions { num_layers, dropout, proj_size, .. } = options;
         if num_layers == 0 || !(0.0..=1.0).contains(&dropout) {
             let reason = format!("{options:?}: there is a layer at least, and dropout is in 0.0..=1.0");
@@ -43,13 +95,16 @@ impl Stack {
                 format!("the projection to {proj_size} features is Lstm's only, and below its hidden size, {hidden}");
             return Err(Error::invalid(op, reason));
         }
-        let output = if proj_size > 0 { proj_size } else { hidden };
+        Ok(Sizes { input, hidden, output: if proj_size > 0 { proj_size } else { hidden } })
+    }
+
+    /// A stack whose cells are made for so many features of their input.
+    fn of(step: Step, sizes: Sizes, options: RnnOptions, mut cell: impl FnMut(usize) -> Result<Cell>) -> Result<Stack> {
         let directions = if options.bidirectional { 2 } else { 1 };
-        let below = |l: usize| if l == 0 { input } else { directions * output };
-        let cell = |l: usize| Cell::new(op, step, Sizes { input: below(l), hidden, output }, options.bias, at);
-        let layer = |l| (0..directions).map(|_| cell(l)).collect();
-        let layers = (0..num_layers).map(layer).collect::<Result<_>>()?;
-        Ok(Stack { step, layers, sizes: Sizes { input, hidden, output }, options, mode: Mode::default() })
+        let below = |l: usize| if l == 0 { sizes.input } else { directions * sizes.output };
+        let layer = |l| (0..directions).map(|_| cell(below(l))).collect();
+        let layers = (0..options.num_layers).map(layer).collect::<Result<_>>()?;
+        Ok(Stack { step, layers, sizes, options, mode: Mode::default() })
     }
 
     pub(super) fn with_step(self, step: Step) -> Stack {

@@ -1,0 +1,93 @@
+//! A call that keeps its graph, for whoever asks for its gradients later and keeps a graph of his own, as PyTorch's autograd does.
+
+use crate::autograd::{GradOptions, enable_grad, grad_with_options};
+use crate::ops::dispatch::checks::invalid;
+use crate::{Result, Tensor};
+
+/// What operations gave, and what the gradients of that are computed from.
+///
+/// ```
+/// use claystone::{Device, Tensor, ops::Recorded};
+/// let x = Tensor::full(2, 3.0, Device::Cpu)?;
+/// let square = Recorded::new(&[Some(&x)], &[true], |x| Ok(vec![x[0].unwrap().square()?]))?;
+/// assert!(!square.results()[0].requires_grad());
+/// let grad = Tensor::ones(2, Device::Cpu)?;
+/// let found = square.gradients(&[Some(&grad)])?;
+/// assert_eq!(found[0].as_ref().unwrap().to_vec::<f32>()?, [6.0, 6.0]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Recorded {
+    leaves: Vec<Option<Tensor>>,
+    results: Vec<Tensor>,
+}
+
+impl Recorded {
+    /// What `run` gives for these tensors, which come to it as leaves; `wanted` says of which gradients will be asked for.
+    ///
+    /// # Errors
+    /// Those of `run`, and [`Error::Autograd`](crate::Error::Autograd) where the gradient of integers is wanted.
+    pub fn new(
+        tensors: &[Option<&Tensor>],
+        wanted: &[bool],
+        run: impl FnOnce(&[Option<&Tensor>]) -> Result<Vec<Tensor>>,
+    ) -> Result<Recorded> {
+        let leaf = |(i, tensor): (usize, &Option<&Tensor>)| {
+            let wanted = wanted.get(i).copied().unwrap_or(false);
+            tensor.map(|tensor| tensor.detach().requires_grad_(wanted)).transpose()
+        };
+        let leaves = tensors.iter().enumerate().map(leaf).collect::<Result<Vec<Option<Tensor>>>>()?;
+        let inputs: Vec<Option<&Tensor>> = leaves.iter().map(Option::as_ref).collect();
+        let results = enable_grad(|| run(&inputs))?;
+        Ok(Recorded { leaves, results })
+    }
+
+    /// The results, without the graph.
+    pub fn results(&self) -> Vec<Tensor> {
+        self.results.iter().map(Tensor::detach).collect()
+    }
+
+    /// The gradients of the tensors, from those of the first results, as often as one likes: None for what is not wanted, and where none
+    /// flows. Each has a storage of its own.
+    ///
+    /// # Errors
+    /// As [`grad`](crate::autograd::grad); [`Error::Invalid`](crate::Error::Invalid) for more gradients than results.
+    pub fn gradients(&self, grad_outputs: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
+        self.pass("Recorded::gradients", grad_outputs, true)
+    }
+
+    /// [`gradients`](Recorded::gradients), which consumes the graph unless it is to be kept.
+    pub(crate) fn pass(
+        &self,
+        op: &'static str,
+        grad_outputs: &[Option<&Tensor>],
+        retain_graph: bool,
+    ) -> Result<Vec<Option<Tensor>>> {
+        invalid!(op if grad_outputs.len() > self.results.len(),
+            "{} gradients are given for {} results", grad_outputs.len(), self.results.len());
+        // What depends on nothing that is wanted passes nothing back.
+        let pairs = self.results.iter().zip(grad_outputs).filter(|(result, _)| result.requires_grad());
+        let (outputs, grad_outputs): (Vec<&Tensor>, Vec<&Tensor>) =
+            pairs.filter_map(|(result, gradient)| gradient.map(|gradient| (result, gradient))).unzip();
+        let mut gradients: Vec<Option<Tensor>> = self.leaves.iter().map(|_| None).collect();
+        if outputs.is_empty() {
+            return Ok(gradients);
+        }
+        let wanted = |t: &&Tensor| t.requires_grad();
+        let sources: Vec<&Tensor> = self.leaves.iter().flatten().filter(wanted).collect();
+        let options =
+            GradOptions { grad_outputs: &grad_outputs, allow_unused: true, retain_graph, ..Default::default() };
+        let mut found = grad_with_options(&outputs, &sources, options)?.into_iter();
+        for i in 0..gradients.len() {
+            if self.leaves[i].as_ref().filter(wanted).is_none() {
+                continue;
+            }
+            let Some(gradient) = found.next().flatten() else { continue };
+            let others = grad_outputs.iter().chain(&sources).copied().chain(gradients.iter().flatten());
+            let shared = others.into_iter().any(|t| t.shares_storage(&gradient));
+            gradients[i] =
+                Some(if shared { gradient.empty_like()?.copy_(&gradient)?.shallow_clone() } else { gradient });
+        }
+        Ok(gradients)
+    }
+}
