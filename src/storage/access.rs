@@ -24,7 +24,10 @@ const STAGING: usize = 16 << 20;
 /// Why nothing is read while a graph is captured.
 const NOT_COMPUTED: &str = "no values are computed yet that could be read";
 
-/// Held while slices of an allocation exist.
+/// Why nothing is written meanwhile.
+const HOST_VALUES: &str = "values of the host would be there once: make the tensor outside";
+
+/// Held while slices of an allocation exist, or a transfer of its bytes is enqueued.
 enum Guard<'a> {
     Read(#[expect(dead_code, reason = "held")] RwLockReadGuard<'a, ()>),
     Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'a, ()>),
@@ -247,7 +250,7 @@ impl Storage {
             let _recorded = on_cpu(Kind::Write, "write", src.len());
             return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
         }
-        capture::refuse(self.device(), "write", "values of the host would be there once: make the tensor outside")?;
+        capture::refuse(self.device(), "write", HOST_VALUES)?;
         let to = self.cl()?;
         let written = staging::write(to.device, src, to.at(offset), pinned);
         self.0.derived.forget();
@@ -294,6 +297,53 @@ impl Storage {
                 })
             }
         }
+    }
+
+    /// [`copy_from`](Self::copy_from) between a device and memory of the host that is pinned for it, which returns when it is
+    /// enqueued on the current stream; false, with nothing done, for any other two storages.
+    pub(crate) fn start_copy_from(
+        &self,
+        offset: usize,
+        src: &Storage,
+        src_offset: usize,
+        bytes: usize,
+    ) -> Result<bool> {
+        self.range("copy", offset, bytes).and(src.range("copy", src_offset, bytes))?;
+        let written = self.device() == Device::Cpu;
+        let ((host, at), (there, from)) = match written {
+            true => ((self, offset), (src, src_offset)),
+            false => ((src, src_offset), (self, offset)),
+        };
+        let pinned = host.0.pinned().filter(|pinned| bytes > 0 && pinned.is_for(there.device()));
+        let (Some(pinned), Some(lock)) = (pinned, host.0.host_lock()) else { return Ok(false) };
+        match written {
+            true => capture::refuse(there.device(), "read", NOT_COMPUTED)?,
+            false => capture::refuse(there.device(), "write", HOST_VALUES)?,
+        }
+        let place = there.cl()?;
+        let _locked = match written {
+            true => Guard::Write(lock.write().unwrap_or_else(PoisonError::into_inner)),
+            false => Guard::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
+        };
+        // SAFETY: inside the storage's bytes, as was checked above.
+        let start = unsafe { host.0.host_range().0.add(at) };
+        pinned.enqueue(start, bytes, place.at(from), written)?;
+        self.0.derived.forget();
+        Ok(true)
+    }
+
+    /// [`write`](Self::write) that returns when it is enqueued on the current stream, with a copy of `src`; false, with nothing done,
+    /// where that is not the way.
+    pub(crate) fn start_write(&self, offset: usize, src: &[u8]) -> Result<bool> {
+        self.range("write", offset, src.len())?;
+        if self.device() == Device::Cpu || src.is_empty() {
+            return Ok(false);
+        }
+        capture::refuse(self.device(), "write", HOST_VALUES)?;
+        let to = self.cl()?;
+        let begun = staging::start_write(to.device, src, to.at(offset));
+        self.0.derived.forget();
+        begun
     }
 
     /// Repeats `pattern`, of 1, 2, 4, 8 or 16 bytes, over bytes `offset..offset + bytes`, both multiples of its length.

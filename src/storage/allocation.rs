@@ -189,8 +189,8 @@ impl Storage {
         Storage::new(Device::Cpu, bytes, backing)
     }
 
-    /// A storage on the CPU device with unspecified contents, pinned for transfers to and from `device`; `None` where that
-    /// one needs none, or none is left.
+    /// A storage on the CPU device with unspecified contents, pinned for transfers to and from `device`; `None` for
+    /// the CPU device, for no bytes, and where none is left.
     pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Option<Storage>> {
         let backing = |memory| Backing::Adopted(Adopted::new(Bytes::Pinned(memory)));
         Ok(staging::pin(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, backing(memory))))

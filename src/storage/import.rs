@@ -114,10 +114,11 @@ impl Storage {
     }
 
     /// `bytes` bytes of the host's memory as a storage of the CPU device, pinned for transfers to and from `device`, and where they
-    /// are: for another library that fills them there, as [`Tensor::pin_memory`](crate::Tensor::pin_memory) is for tensors. Where that
-    /// device needs none, or none is left, it is ordinary memory, which stays where it is as well. Contents are unspecified.
+    /// are: for another library that fills them there, as [`Tensor::pin_memory`](crate::Tensor::pin_memory) is for tensors. For the
+    /// CPU device, and where none is left, it is ordinary memory, which stays where it is as well. Contents are unspecified.
     ///
-    /// Whoever reads or writes at the address sees to it that the storage lives, and that no operation on it runs meanwhile.
+    /// Whoever reads or writes at the address sees to it that the storage lives, and that no operation on it runs meanwhile, nor a copy
+    /// that was [enqueued](crate::Tensor::copy_non_blocking_).
     ///
     /// ```
     /// use claystone::storage::Storage;

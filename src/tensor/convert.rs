@@ -89,9 +89,9 @@ impl Tensor {
 
     /// A copy in memory of the host that `device` transfers at its bus's full speed (PyTorch's `pin_memory`): a tensor on
     /// [`Device::Cpu`], contiguous, without gradient. [`to_device`](Tensor::to_device) from it and `copy_` into it then need
-    /// no copy on the host. Where the device needs no such memory (one that shares the host's), or none is left, it is an
-    /// ordinary copy; [`is_pinned`](Tensor::is_pinned) says which. Pinned memory is scarce: what is dropped is kept for
-    /// later (see [`Device::pinned_memory_stats`]).
+    /// no copy on the host, and [`copy_non_blocking_`](Tensor::copy_non_blocking_) does not wait. On the CPU device, and where none is
+    /// left, it is an ordinary copy; [`is_pinned`](Tensor::is_pinned) says which. Pinned memory is scarce: what is dropped is
+    /// kept for later (see [`Device::pinned_memory_stats`]).
     ///
     /// ```
     /// use claystone::{Device, Tensor};

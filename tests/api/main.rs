@@ -25,6 +25,7 @@ mod in_place;
 mod info;
 mod io;
 mod leaves;
+mod non_blocking;
 mod operators;
 mod precision;
 mod program_cache;

@@ -17,6 +17,7 @@ mod indices;
 mod inject;
 mod library;
 mod limits;
+mod non_blocking;
 mod numbers;
 mod parts;
 mod steps;

@@ -552,8 +552,8 @@ ClaystoneStatus claystone_storage_new(int32_t device_number,
 
 // Makes a storage of `nbytes` bytes of the host's memory, on the CPU device, that a device transfers to and from at full speed, and says
 // where they are: the caller may read and write them there as long as the storage lives, but not while a call or a copy uses them.
-// Where a device needs no such memory, as processors do not, or there is none left, it is ordinary memory. Bytes that were freed are
-// kept for the next that are asked for. What it holds is unspecified. The handle is the caller's.
+// For the CPU device, and where there is none left, it is ordinary memory. Bytes that were freed are kept for the next that are
+// asked for, once copies that were enqueued are done with them. What it holds is unspecified. The handle is the caller's.
 ClaystoneStatus claystone_storage_new_pinned(int32_t device_number,
                                              size_t nbytes,
                                              ClaystoneStorage **storage,
@@ -682,11 +682,25 @@ ClaystoneStatus claystone_tensor_storage(const ClaystoneTensor *tensor, Clayston
 ClaystoneStatus claystone_tensor_copy(const ClaystoneTensor *tensor,
                                       const ClaystoneTensor *source);
 
+// `claystone_tensor_copy` that returns when it is enqueued on the thread's current stream, where one tensor is on a device, the other
+// in memory pinned for it (`claystone_storage_new_pinned`), and both are contiguous and of one shape and dtype: PyTorch's
+// `non_blocking=True`. Others wait as before. The program may touch the pinned bytes when the stream, or an event recorded on it, was
+// waited for; the handles may be released at once. A failure is told by the stream's next wait.
+ClaystoneStatus claystone_tensor_copy_non_blocking(const ClaystoneTensor *tensor,
+                                                   const ClaystoneTensor *source);
+
 // Sets the elements of a tensor, in row-major order, to those at `data`: `nbytes` bytes, which have to be just theirs. The host's
 // memory may be reused when it returns.
 ClaystoneStatus claystone_tensor_write(const ClaystoneTensor *tensor,
                                        const void *data,
                                        size_t nbytes);
+
+// `claystone_tensor_write` that returns when it is enqueued on the thread's current stream, with a copy of the bytes: it does not wait
+// for what the stream has to do before. For more than 16 MiB, and into a tensor that is not contiguous, it waits. A failure of
+// the device is told by the stream's next wait.
+ClaystoneStatus claystone_tensor_write_non_blocking(const ClaystoneTensor *tensor,
+                                                    const void *data,
+                                                    size_t nbytes);
 
 // Copies the elements of a tensor, in row-major order, to `data`: `nbytes` bytes, which have to be just theirs. Waits for the device.
 // Where it fails, the bytes at `data` are unspecified.

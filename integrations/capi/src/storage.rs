@@ -33,8 +33,8 @@ pub unsafe extern "C" fn claystone_storage_new(
 
 /// Makes a storage of `nbytes` bytes of the host's memory, on the CPU device, that a device transfers to and from at full speed, and says
 /// where they are: the caller may read and write them there as long as the storage lives, but not while a call or a copy uses them.
-/// Where a device needs no such memory, as processors do not, or there is none left, it is ordinary memory. Bytes that were freed are
-/// kept for the next that are asked for. What it holds is unspecified. The handle is the caller's.
+/// For the CPU device, and where there is none left, it is ordinary memory. Bytes that were freed are kept for the next that are
+/// asked for, once copies that were enqueued are done with them. What it holds is unspecified. The handle is the caller's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn claystone_storage_new_pinned(
     device_number: i32,

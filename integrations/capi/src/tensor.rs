@@ -184,14 +184,38 @@ pub unsafe extern "C" fn claystone_tensor_copy(
     guard("claystone_tensor_copy", || {
         // SAFETY: handles that live, says the caller.
         let (to, from) = unsafe { (&borrow(tensor, "tensor")?.0, &borrow(source, "source")?.0) };
-        let plain = |t: &Tensor| (t.dtype(), t.shape().dims().to_vec(), t.is_contiguous());
-        if to.device() == from.device() || plain(to) == plain(from) && to.is_contiguous() {
-            to.copy_(from)?;
-        } else {
-            to.copy_(&from.to(to.dtype(), to.device())?)?;
-        }
-        Ok(())
+        copy(to, from, Tensor::copy_)
     })
+}
+
+/// `claystone_tensor_copy` that returns when it is enqueued on the thread's current stream, where one tensor is on a device, the other
+/// in memory pinned for it (`claystone_storage_new_pinned`), and both are contiguous and of one shape and dtype: PyTorch's
+/// `non_blocking=True`. Others wait as before. The program may touch the pinned bytes when the stream, or an event recorded on it, was
+/// waited for; the handles may be released at once. A failure is told by the stream's next wait.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_tensor_copy_non_blocking(
+    tensor: *const ClaystoneTensor,
+    source: *const ClaystoneTensor,
+) -> ClaystoneStatus {
+    guard("claystone_tensor_copy_non_blocking", || {
+        // SAFETY: handles that live, says the caller.
+        let (to, from) = unsafe { (&borrow(tensor, "tensor")?.0, &borrow(source, "source")?.0) };
+        copy(to, from, Tensor::copy_non_blocking_)
+    })
+}
+
+/// How a tensor is copied into another.
+type Copy = for<'a> fn(&'a Tensor, &Tensor) -> claystone::Result<&'a Tensor>;
+
+/// Copies by `copy`, from another device in the dtype and order of `to`.
+fn copy(to: &Tensor, from: &Tensor, copy: Copy) -> Result<(), Fault> {
+    let plain = |t: &Tensor| (t.dtype(), t.shape().dims().to_vec(), t.is_contiguous());
+    if to.device() == from.device() || plain(to) == plain(from) && to.is_contiguous() {
+        copy(to, from)?;
+    } else {
+        copy(to, &from.to(to.dtype(), to.device())?)?;
+    }
+    Ok(())
 }
 
 /// Sets the elements of a tensor, in row-major order, to those at `data`: `nbytes` bytes, which have to be just theirs. The host's
@@ -206,6 +230,23 @@ pub unsafe extern "C" fn claystone_tensor_write(
         // SAFETY: a handle that lives, and `nbytes` bytes that are good for reading, says the caller.
         let (tensor, data) = unsafe { (borrow(tensor, "tensor")?, array(data.cast::<u8>(), nbytes, "data")?) };
         tensor.0.write_bytes_(data)?;
+        Ok(())
+    })
+}
+
+/// `claystone_tensor_write` that returns when it is enqueued on the thread's current stream, with a copy of the bytes: it does not wait
+/// for what the stream has to do before. For more than 16 MiB, and into a tensor that is not contiguous, it waits. A failure of
+/// the device is told by the stream's next wait.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_tensor_write_non_blocking(
+    tensor: *const ClaystoneTensor,
+    data: *const c_void,
+    nbytes: usize,
+) -> ClaystoneStatus {
+    guard("claystone_tensor_write_non_blocking", || {
+        // SAFETY: a handle that lives, and `nbytes` bytes that are good for reading, says the caller.
+        let (tensor, data) = unsafe { (borrow(tensor, "tensor")?, array(data.cast::<u8>(), nbytes, "data")?) };
+        tensor.0.write_bytes_non_blocking_(data)?;
         Ok(())
     })
 }

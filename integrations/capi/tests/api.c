@@ -254,31 +254,7 @@ static void copies(void) {
     claystone_tensor_release(x);
 }
 
-static void pinned(void) {
-    ClaystoneStorage *storage;
-    ClaystoneTensor *host, *x = floats(2, 2, NULL);
-    void *data;
-    int32_t where;
-    OK(claystone_storage_new_pinned(device, 16, &storage, &data));
-    CHECK((uintptr_t)data % 64 == 0);
-    OK(claystone_storage_device(storage, &where));
-    CHECK(where == CLAYSTONE_CPU);
-    OK(claystone_tensor_new(storage, CLAYSTONE_DTYPE_F32, (int64_t[]){2, 2}, (int64_t[]){2, 1}, 2, 0, &host));
-    memcpy(data, (float[]){1, 2, 3, 4}, 16);
-    OK(claystone_tensor_copy(x, host));
-    expect(x, 4, (float[]){1, 2, 3, 4});
-    memset(data, 0, 16);
-    OK(claystone_tensor_copy(host, x));
-    CHECK(((float *)data)[0] == 1 && ((float *)data)[3] == 4);
-    CHECK(claystone_storage_new_pinned(device, SIZE_MAX, &storage, &data) != CLAYSTONE_STATUS_OK);
-    CHECK(claystone_storage_new_pinned(-5, 16, &storage, &data) == CLAYSTONE_STATUS_INVALID);
-    claystone_tensor_release(host);
-    claystone_tensor_release(x);
-    claystone_storage_release(storage);
-    OK(claystone_storage_new_pinned(device, 0, &storage, &data)); /* no bytes are somewhere, too */
-    CHECK(data);
-    claystone_storage_release(storage);
-}
+#include "pinned.h"
 
 #include "many.h"
 #include "recurrent.h"
@@ -485,6 +461,7 @@ int main(int count, char **arguments) {
     recurrent();
     copies();
     pinned();
+    enqueued();
     streams();
     times();
     profiles();

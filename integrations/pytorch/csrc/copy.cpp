@@ -6,6 +6,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -29,8 +30,9 @@ TensorHandle pinned_bytes(const void* address, size_t nbytes) {
     return own(made);
 }
 
-// Sets all bytes from the first element to the last one of a tensor of the host to those of one with the same strides.
-void read(const at::Tensor& tensor, const at::TensorBase& host) {
+// Sets all bytes from the first element to the last one of a tensor of the host to those of one with the same strides. To pinned memory
+// it may return when that is enqueued.
+void read(const at::Tensor& tensor, const at::TensorBase& host, bool non_blocking = false) {
     const size_t nbytes = span(tensor);
     if (nbytes == 0) {
         return;
@@ -38,7 +40,7 @@ void read(const at::Tensor& tensor, const at::TensorBase& host) {
     void* const address = host.mutable_data_ptr();
     const auto source = bytes(tensor, tensor.storage_offset() * tensor.itemsize(), nbytes);
     if (const auto pinned = pinned_bytes(address, nbytes)) {
-        check(claystone_tensor_copy(pinned.get(), source.get()));
+        check((non_blocking ? claystone_tensor_copy_non_blocking : claystone_tensor_copy)(pinned.get(), source.get()));
     } else {
         check(claystone_tensor_read(source.get(), address, nbytes));
     }
@@ -62,13 +64,28 @@ bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
         ((a.is_contiguous() && b.is_contiguous()) || (is_dense(b) && a.strides() == b.strides()));
 }
 
-void copy_on_device(const at::Tensor& source, const at::Tensor& target) {
+// Whether claystone converts one to the other.
+bool converts(const at::Tensor& source, const at::Tensor& target) {
     const bool plain = !source.is_neg() && !target.is_neg(); // as complex tensors' imaginary parts may be
-    if (plain && claystone_dtype(source.scalar_type()) && claystone_dtype(target.scalar_type())) {
+    return plain && claystone_dtype(source.scalar_type()) && claystone_dtype(target.scalar_type());
+}
+
+void copy_on_device(const at::Tensor& source, const at::Tensor& target) {
+    if (converts(source, target)) {
         check(claystone_tensor_copy(handle(target).get(), handle(source).get()));
     } else {
         copy(to_host(source), target);
     }
+}
+
+// Whether it lies in pinned memory without gaps.
+bool pins(const at::Tensor& host) {
+    return host.is_cpu() && is_dense(host) && pinned_storage(host.const_data_ptr()).first;
+}
+
+// An empty tensor of a device with the sizes, strides and dtype of another.
+at::Tensor like(const at::Tensor& tensor, c10::Device device) {
+    return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device).pinned_memory(false));
 }
 
 } // namespace
@@ -83,20 +100,20 @@ at::Tensor to_host(const at::Tensor& tensor) {
     return result;
 }
 
-void write_alike(const at::Tensor& tensor, const at::Tensor& host) {
+void write_alike(const at::Tensor& tensor, const at::Tensor& host, bool non_blocking) {
     const size_t nbytes = span(tensor);
     if (nbytes == 0) {
         return;
     }
     const auto target = bytes(tensor, tensor.storage_offset() * tensor.itemsize(), nbytes);
     if (const auto pinned = pinned_bytes(host.const_data_ptr(), nbytes)) {
-        check(claystone_tensor_copy(target.get(), pinned.get()));
+        check((non_blocking ? claystone_tensor_copy_non_blocking : claystone_tensor_copy)(target.get(), pinned.get()));
     } else {
-        check(claystone_tensor_write(target.get(), host.const_data_ptr(), nbytes));
+        check((non_blocking ? claystone_tensor_write_non_blocking : claystone_tensor_write)(target.get(), host.const_data_ptr(), nbytes));
     }
 }
 
-void copy(const at::Tensor& source, const at::Tensor& target) {
+void copy(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
     const c10::OptionalDeviceGuard guard(is_ours(target) ? target.device() : source.device());
     if (target.numel() == 0) {
         return;
@@ -104,11 +121,19 @@ void copy(const at::Tensor& source, const at::Tensor& target) {
     if (is_ours(source) && is_ours(target)) {
         copy_on_device(source, target);
     } else if (is_ours(source) && lie_alike(source, target)) {
-        read(source, target);
+        read(source, target, non_blocking);
+    } else if (is_ours(source) && non_blocking && pins(target) && converts(source, target)) {
+        const auto converted = like(target, source.device());
+        copy_on_device(source, converted);
+        read(converted, target, non_blocking);
     } else if (is_ours(source)) {
         target.copy_(to_host(source));
     } else if (source.is_cpu() && lie_alike(source, target)) {
-        write_alike(target, source);
+        write_alike(target, source, non_blocking);
+    } else if (non_blocking && pins(source) && converts(source, target)) {
+        const auto there = like(source, target.device());
+        write_alike(there, source, non_blocking);
+        copy_on_device(there, target);
     } else {
         auto host = is_dense(target)
             ? at::Tensor(at::detail::empty_strided_cpu(target.sizes(), target.strides(), target.scalar_type()))
@@ -116,16 +141,16 @@ void copy(const at::Tensor& source, const at::Tensor& target) {
         host._set_conj(target.is_conj());
         host._set_neg(target.is_neg());
         host.copy_(source);
-        write_alike(target, host);
+        write_alike(target, host, non_blocking);
     }
 }
 
 namespace {
 
-at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
     at::assert_no_internal_overlap(target);
     // PyTorch broadcasts in copy_, which is above this.
-    copy(source.sizes() == target.sizes() ? source : source.expand_as(target), target);
+    copy(source.sizes() == target.sizes() ? source : source.expand_as(target), target, non_blocking);
     return target;
 }
 

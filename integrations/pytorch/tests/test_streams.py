@@ -1,5 +1,6 @@
 """Streams, events, pinned memory."""
 
+import os
 import unittest
 
 import torch
@@ -8,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import claystone_torch
 
 DEVICE = "claystone"
+COMPUTES_AT_ONCE = os.environ.get("CLAYSTONE_TORCH_DEVICE") == "cpu"
 
 
 class Streams(unittest.TestCase):
@@ -113,6 +115,109 @@ class Streams(unittest.TestCase):
         self.assertEqual((torch.claystone.current_device(), x.device.index), (0, 1))
         torch.claystone.current_stream().wait_stream(there)
         self.assertEqual(x.to("claystone:0").sum().item(), 3000)
+
+
+def keep_busy():
+    """Gives the current stream, but of the CPU device, work that takes a while, which what is submitted next comes after."""
+    x = torch.zeros(1000, 1000, device=DEVICE)
+    for _ in range(0 if COMPUTES_AT_ONCE else 4):
+        x = x @ x
+
+
+class NonBlocking(unittest.TestCase):
+    def assertUnderWay(self):
+        """The call before has returned before the work is done: but on the CPU device, which computes at once."""
+        self.assertEqual(torch.claystone.current_stream().query(), COMPUTES_AT_ONCE)
+
+    def test_to_the_device_from_pinned_memory(self):
+        x = torch.arange(1000.0)
+        pinned = x.pin_memory()
+        keep_busy()
+        there = pinned.to(DEVICE, non_blocking=True)
+        self.assertUnderWay()
+        # The block is not given to others before the copy is done.
+        del pinned
+        others = [torch.full((1000,), -1.0).pin_memory() for _ in range(3)]
+        self.assertTrue(torch.equal(there.cpu(), x))
+        self.assertEqual([int(other.sum()) for other in others], [-1000] * 3)
+        # Nor is memory of the device that a copy writes to.
+        for _ in range(3):
+            keep_busy()
+            torch.full((1000,), 5.0).pin_memory().to(DEVICE, non_blocking=True)
+            kept = torch.zeros(1000, device=DEVICE)
+            self.assertEqual(kept.unique().tolist(), [0])
+
+    def test_to_pinned_memory(self):
+        x = torch.arange(1000.0, device=DEVICE)
+        back = torch.zeros(1000).pin_memory()
+        keep_busy()
+        x += 1
+        back.copy_(x, non_blocking=True)
+        x += 1 # comes after the copy
+        self.assertUnderWay()
+        torch.claystone.synchronize()
+        self.assertTrue(torch.equal(back, torch.arange(1000.0) + 1))
+        keep_busy()
+        on_host = x.cpu() # waits
+        self.assertTrue(torch.equal(on_host, torch.arange(1000.0) + 2))
+        keep_busy()
+        later = (x * 2).to("cpu", non_blocking=True)
+        done = torch.claystone.current_stream().record_event()
+        done.synchronize()
+        self.assertTrue(torch.equal(later, 2 * torch.arange(1000.0) + 4))
+
+    def test_from_ordinary_memory(self):
+        x = torch.arange(1000.0)
+        keep_busy()
+        there = x.to(DEVICE, non_blocking=True)
+        self.assertUnderWay()
+        x.zero_() # as with CUDA, whoever gave ordinary memory may change it
+        self.assertTrue(torch.equal(there.cpu(), torch.arange(1000.0)))
+        large = torch.arange(5_000_000)
+        self.assertTrue(torch.equal(large.to(DEVICE, non_blocking=True).cpu(), large))
+
+    def test_other_dtypes_and_strides(self):
+        x = torch.randn(64, 33)
+        pinned = x.pin_memory()
+        for is_compiled in (False, True):
+            keep_busy()
+            halves = torch.empty(33, 64, dtype=torch.float16, device=DEVICE).copy_(pinned.t(), non_blocking=True)
+            turned = pinned.t()[3:].to(DEVICE, non_blocking=True)
+            complex_ones = torch.full((5,), 1 + 2j).pin_memory().to(DEVICE, non_blocking=True)
+            back = torch.empty(64, 33, dtype=torch.float64).pin_memory()
+            back.copy_(halves.t(), non_blocking=True)
+            if is_compiled: # compiling takes longer than what the stream has to do
+                self.assertUnderWay()
+            torch.claystone.synchronize()
+        self.assertTrue(torch.equal(back, x.half().double()))
+        self.assertTrue(torch.equal(turned.cpu(), x.t()[3:]))
+        self.assertEqual(complex_ones.cpu().tolist(), [1 + 2j] * 5)
+        ordinary = torch.zeros(64, 33, dtype=torch.float64)
+        ordinary.copy_(halves.t(), non_blocking=True) # waits
+        self.assertTrue(torch.equal(ordinary, back))
+
+    def test_two_streams(self):
+        main, side = torch.claystone.current_stream(), torch.claystone.Stream()
+        ones, back = torch.ones(1000).pin_memory(), torch.zeros(1000).pin_memory()
+        for i in range(5):
+            with torch.claystone.stream(side):
+                keep_busy()
+                x = ones.to(DEVICE, non_blocking=True) * i
+            main.wait_stream(side)
+            back.copy_(x + 1, non_blocking=True)
+            x = None # made on the other stream
+            with torch.claystone.stream(side):
+                torch.full((1000,), 1e9, device=DEVICE)
+            main.synchronize()
+            self.assertEqual(back.unique().tolist(), [i + 1])
+
+    def test_what_a_kernel_found_wrong_is_told_at_the_next_wait(self):
+        table, back = torch.zeros(4, 8, device=DEVICE), torch.zeros(8).pin_memory()
+        if COMPUTES_AT_ONCE:
+            return # and says so at once
+        back.copy_(torch.embedding(table, torch.tensor([7], device=DEVICE))[0], non_blocking=True)
+        with self.assertRaisesRegex(IndexError, "embedding"):
+            torch.claystone.synchronize()
 
 
 class Pinned(unittest.TestCase):

@@ -1,6 +1,7 @@
 //! Transfers that do not wait: the device carries them out while the host does something else.
 
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 
 use opencl3::types::cl_event;
 
@@ -55,6 +56,13 @@ impl ClDevice {
                 call!(clEnqueueWriteBuffer(q, dst.0.mem(), 0, dst.1, bytes, from, 0, ptr::null(), event))
             })
         })
+    }
+
+    /// Has the next wait for the stream report a transfer of it, if that fails: for whoever does not wait for its event.
+    pub(crate) fn report_later(&self, stream: StreamId, call: &'static str, transfer: &Arc<ClEvent>) {
+        let mut queue = self.lock_for_waits(stream);
+        queue.collect_transfers();
+        queue.transfers.push_back((call, Arc::clone(transfer)));
     }
 
     /// Submits a command that fills in the event. After an error nothing of it uses the caller's memory any more, or the

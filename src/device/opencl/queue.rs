@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::mem;
 use std::ptr;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -29,6 +30,9 @@ use crate::device::profiler::{self, Kind, Record};
 /// time after.
 pub(super) const FIRST_FLUSH: u32 = 2;
 
+/// What is said of a launch that turns out to have failed.
+pub(super) const LAUNCH: &str = "an earlier clEnqueueNDRangeKernel";
+
 /// Between two attempts to find out whether commands are over.
 const RETRY_AFTER: Duration = Duration::from_millis(1);
 
@@ -42,8 +46,10 @@ pub(super) struct Queue {
     pub since_checkpoint: u32,
     /// An earlier launch to wait for when the queue has grown too long behind it.
     pub checkpoint: Option<ClEvent>,
-    /// The code of a launch that failed after it was submitted: the next wait that a user asks for reports it.
-    pub failed: Option<i32>,
+    /// Transfers that nobody waits for in particular, and the calls that enqueued them, in order.
+    pub transfers: VecDeque<(&'static str, Arc<ClEvent>)>,
+    /// What a command failed with after it was submitted: the next wait that a user asks for reports it.
+    pub failed: Option<ClError>,
     /// The last answer sought by `is_idle`: what had been submitted then, and the event behind it.
     pub(super) probe: Option<(u64, ClEvent)>,
     pub(super) hints: StreamHints,
@@ -76,6 +82,7 @@ impl Queue {
             flush_at: FIRST_FLUSH,
             since_checkpoint: 0,
             checkpoint: None,
+            transfers: VecDeque::new(),
             failed: None,
             probe: None,
             other: None,
@@ -100,14 +107,30 @@ impl Queue {
         created.map(|raw| (raw, StreamHints::default()))
     }
 
-    /// The code of a launch that failed after it was submitted, once. A wait for the queue may
-    /// succeed although a launch failed; the checkpoint's event says how that one launch ended.
-    pub(super) fn take_failed(&mut self) -> Option<i32> {
+    /// What a command failed with after it was submitted, once. A wait for the queue may succeed although one failed; the
+    /// checkpoint's event says how that one launch ended, those of transfers say it of each.
+    pub(super) fn take_failed(&mut self) -> Option<ClError> {
         if let Some(launch) = self.checkpoint.take_if(|launch| launch.is_over().unwrap_or(false)) {
             self.since_checkpoint = 0;
-            self.failed = self.failed.or(launch.failure().unwrap_or_else(|e| Some(e.code)));
+            self.note_failed(LAUNCH, launch.failure().unwrap_or_else(|e| Some(e.code)));
         }
+        self.collect_transfers();
         self.failed.take()
+    }
+
+    /// Has the next wait report a command that this call enqueued, if it failed.
+    pub(super) fn note_failed(&mut self, call: &'static str, code: Option<i32>) {
+        self.failed = self.failed.or(code.map(|code| ClError::new(call, code)));
+    }
+
+    /// Forgets transfers that are over, and notes those that failed.
+    pub(super) fn collect_transfers(&mut self) {
+        let is_over = |(_, event): &(_, Arc<ClEvent>)| event.is_over().unwrap_or(false);
+        while self.transfers.front().is_some_and(is_over)
+            && let Some((call, over)) = self.transfers.pop_front()
+        {
+            self.note_failed(call, over.failure().unwrap_or_else(|e| Some(e.code)));
+        }
     }
 
     /// Makes sure that the device starts on what was enqueued. After a failure it is due as before.

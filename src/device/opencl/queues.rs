@@ -21,7 +21,7 @@ use super::ClDevice;
 use super::driver::{ClBuffer, ClEvent, call, call_unlocked, insist};
 use super::errors::ClError;
 use super::exit;
-use super::queue::{FIRST_FLUSH, Queue};
+use super::queue::{FIRST_FLUSH, LAUNCH, Queue};
 use crate::Result;
 use crate::device::hints::StreamHints;
 use crate::device::lock;
@@ -301,14 +301,13 @@ impl ClDevice {
 
     /// Has the next wait for the stream report a launch that failed with this code.
     pub(super) fn note_failed(&self, stream: StreamId, code: i32) {
-        self.queues.lock()[stream.index()].failed.get_or_insert(code);
+        self.queues.lock()[stream.index()].note_failed(LAUNCH, Some(code));
     }
 
-    /// Once the stream's launches are over: the error of one that failed after it was submitted, as far as the driver tells.
+    /// Once the stream's commands are over: the error of one that failed after it was submitted, as far as the driver tells.
     pub(super) fn take_failed(&self, stream: StreamId) -> Result<()> {
         let failed = self.queues.lock()[stream.index()].take_failed();
-        let error = |code| self.error(self.settle(ClError::new("an earlier clEnqueueNDRangeKernel", code)));
-        failed.map_or(Ok(()), |code| Err(error(code)))
+        failed.map_or(Ok(()), |failed| Err(self.error(self.settle(failed))))
     }
 
     /// Calls `f` with the queue of a stream while nothing runs on the device and nobody submits anything to it, and waits for

@@ -12,7 +12,7 @@ use super::command_buffer::{CommandBuffer, CommandBuffers};
 use super::driver::call;
 use super::errors::ClError;
 use super::launch::{enqueue_kernel, is_checkpoint, launched};
-use super::queue::Queue;
+use super::queue::{LAUNCH, Queue};
 use super::recordable_queue::{QueueRecording, RecordableQueues};
 use super::{ClDevice, ClEvent};
 use crate::device::capture::ReplayMode;
@@ -88,7 +88,7 @@ impl Submission<'_> {
         if let Some(launch) = launch
             && let Some(Err(e)) = self.behind.replace(launch).map(|earlier| earlier.wait_for_success())
         {
-            self.queue.failed.get_or_insert(e.code);
+            self.queue.note_failed(LAUNCH, Some(e.code));
         }
     }
 

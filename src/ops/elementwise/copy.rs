@@ -4,6 +4,7 @@ use std::slice;
 use std::sync::LazyLock;
 
 use crate::autograd::{self, InPlace};
+use crate::backend::Backend;
 use crate::backend::problem::map::Params;
 use crate::device::capture::is_capturing;
 use crate::ops::dispatch::prelude::*;
@@ -21,6 +22,7 @@ operations! {
     contiguous(input: x): Copying, All -> Same, differentiable;
     to_dtype(input: x, dtype: dtype) "to": Copying, All -> Asked, differentiable;
     copy_(input: x, src: x): InPlace, All -> Same;
+    copy_non_blocking_(input: x, src: x): InPlace, All -> Same;
     fill_(input: x, value: scalar): InPlace, All -> Same;
     zero_(input: x): InPlace, All -> Same;
 }
@@ -165,9 +167,33 @@ impl Tensor {
     /// requires a gradient, or a view of one; [`crate::Error::Invalid`] into an expanded view; [`crate::Error::Partial`] where a copy between devices, or
     /// to where it overlaps, fails midway.
     pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
-        let op = "copy_";
+        self.copy_recorded("copy_", src, false)
+    }
+
+    /// [`Tensor::copy_`] that returns when it is enqueued on the current stream, between a device and memory that is pinned for it
+    /// ([`Tensor::pin_memory`]), of one shape, dtype and memory format: PyTorch's `copy_(src, non_blocking=True)`. Other copies wait as
+    /// before. Whoever gets at the pinned tensor next waits for it, and its memory is not given to others before; where
+    /// another program's code reads at its address, that has to wait first ([`crate::Stream::synchronize`], an event). The device's
+    /// failures are told by the stream's next wait.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let device = Device::best();
+    /// let x = Tensor::zeros(3, device)?;
+    /// x.copy_non_blocking_(&Tensor::ones(3, Device::Cpu)?.pin_memory(device)?)?;
+    /// assert_eq!(x.to_vec::<f32>()?, [1.0; 3]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`Tensor::copy_`].
+    pub fn copy_non_blocking_(&self, src: &Tensor) -> Result<&Tensor> {
+        self.copy_recorded("copy_non_blocking_", src, true)
+    }
+
+    fn copy_recorded(&self, op: &'static str, src: &Tensor, non_blocking: bool) -> Result<&Tensor> {
         let change = autograd::in_place(op, self, &[src])?;
-        self.copy_elements(op, src)?;
+        self.copy_elements(op, src, non_blocking)?;
         match change {
             Some(change) if src.requires_grad() => {
                 let (shape, dtype, device) = (src.shape().clone(), src.dtype, src.device());
@@ -181,7 +207,7 @@ impl Tensor {
     }
 
     /// [`Tensor::copy_`] outside the graph.
-    fn copy_elements(&self, op: &'static str, src: &Tensor) -> Result<()> {
+    fn copy_elements(&self, op: &'static str, src: &Tensor, non_blocking: bool) -> Result<()> {
         let format = self.memory_format();
         let plain = self.dtype == src.dtype
             && self.shape() == src.shape()
@@ -192,9 +218,11 @@ impl Tensor {
             return Ok(());
         }
         let size = self.dtype.size();
-        let (to, from) = (self.layout.offset * size, src.layout.offset * size);
-        let copied =
-            backend::launch([self], |_| self.storage.copy_from(to, &src.storage, from, self.numel() * size, false));
+        let (to, from, bytes) = (self.layout.offset * size, src.layout.offset * size, self.numel() * size);
+        let copied = backend::launch([self], |_| match non_blocking {
+            true if self.storage.start_copy_from(to, &src.storage, from, bytes)? => Ok(()),
+            _ => self.storage.copy_from(to, &src.storage, from, bytes, false),
+        });
         // Between devices in pieces, of which some may be there.
         let across = self.device() != src.device();
         copied.map_err(|e| if across || matches!(e, Error::Partial { .. }) { e.in_part(op) } else { e })
@@ -215,14 +243,39 @@ impl Tensor {
     /// [`crate::Error::Invalid`] for another number of bytes, for bools other than 0 and 1, and into an expanded view; otherwise as
     /// [`Tensor::fill_`]; [`crate::Error::Partial`] where the device fails midway.
     pub fn write_bytes_(&self, bytes: &[u8]) -> Result<&Tensor> {
-        let op = "write_bytes_";
+        self.write_elements("write_bytes_", bytes, false)
+    }
+
+    /// [`Tensor::write_bytes_`] that returns when it is enqueued on the current stream, with a copy of the bytes in pinned memory: it does
+    /// not wait for what the stream has to do before. Where the tensor is not contiguous, the bytes are more than 16 MiB or there
+    /// is no pinned memory left, it waits. The device's failures are told by the stream's next wait.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let x = Tensor::zeros(4, (DType::U8, Device::best()))?;
+    /// x.write_bytes_non_blocking_(&[1, 2, 3, 4])?;
+    /// assert_eq!(x.to_vec::<u8>()?, [1, 2, 3, 4]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`Tensor::write_bytes_`].
+    pub fn write_bytes_non_blocking_(&self, bytes: &[u8]) -> Result<&Tensor> {
+        self.write_elements("write_bytes_non_blocking_", bytes, true)
+    }
+
+    fn write_elements(&self, op: &'static str, bytes: &[u8], non_blocking: bool) -> Result<&Tensor> {
         check_bytes(op, bytes, self.shape(), self.dtype)?;
         let change = autograd::in_place(op, self, &[])?;
         if self.is_contiguous() {
             let at = self.layout.offset * self.dtype.size();
-            backend::launch([self], |_| self.storage.write(at, bytes)).map_err(|e| e.in_part(op))?;
+            let write = |_: &dyn Backend| match non_blocking && self.storage.start_write(at, bytes)? {
+                true => Ok(()),
+                false => self.storage.write(at, bytes),
+            };
+            backend::launch([self], write).map_err(|e| e.in_part(op))?;
         } else {
-            self.copy_elements(op, &Tensor::from_bytes(bytes, self.shape(), self)?)?;
+            self.copy_elements(op, &Tensor::from_bytes(bytes, self.shape(), self)?, false)?;
         }
         change.into_iter().for_each(InPlace::overwritten);
         Ok(self)

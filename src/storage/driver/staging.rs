@@ -5,6 +5,7 @@
 //! the device transfers what is in others. What the caller sees is the same: the call returns when everything is where
 //! it should be. On a processor there is nothing to transfer: all threads copy from or to the buffer where it lies.
 
+mod enqueued;
 #[cfg(test)]
 mod tests;
 mod transfer;
@@ -16,6 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use bytemuck::{AnyBitPattern, NoUninit};
+use enqueued::Flight;
+pub(in crate::storage) use enqueued::start_write;
 use transfer::{Start, Transfer, bytes};
 
 use super::host::Host;
@@ -69,15 +72,16 @@ pub(in crate::storage) struct Source(&'static ClDevice);
 
 impl PinnedSource for Source {
     type Memory = ClPinned;
-    type Event = ClEvent;
+    /// Of all transfers that use the memory.
+    type Event = Vec<Arc<ClEvent>>;
 
     fn create(&self, bytes: usize) -> Result<ClPinned, Failure> {
         self.0.create_pinned(bytes).map_err(|e| Failure::Other(self.0.error(e)))
     }
 
-    fn is_done(&self, event: &ClEvent) -> bool {
+    fn is_done(&self, events: &Self::Event) -> bool {
         // Where the driver does not say, and on a lost device, nobody knows.
-        !self.0.is_lost() && event.is_over().unwrap_or(false)
+        !self.0.is_lost() && events.iter().all(|event| event.is_over().unwrap_or(false))
     }
 
     fn is_lost(&self) -> bool {
@@ -139,6 +143,7 @@ pub(in crate::storage) fn read(
     dst: &mut [u8],
     pinned: Option<&PinnedBytes>,
 ) -> Result<()> {
+    let pinned = pinned.filter(|_| !is_mapped(device, dst.len()));
     match pinned.and_then(|pinned| pinned.lend(device, dst.as_mut_ptr(), dst.len(), true)) {
         Some(lent) => device.read_into(src, lent).map(drop),
         None => read_apart(device, src, dst).unwrap_or_else(|| device.read(src, dst)),
@@ -207,8 +212,10 @@ fn is_mapped(device: &ClDevice, bytes: usize) -> bool {
 pub(in crate::storage) struct PinnedBytes {
     /// Until dropped.
     block: ManuallyDrop<Pinned<'static, Source>>,
-    device: Device,
-    /// Transfers that read the bytes, and those that write them: under way, or never known to be over.
+    opened: &'static ClDevice,
+    /// Transfers that were enqueued and not waited for.
+    flights: Mutex<Vec<Flight>>,
+    /// Other transfers that read the bytes, and those that write them: under way, or never known to be over.
     readers: AtomicUsize,
     writers: AtomicUsize,
 }
@@ -236,9 +243,10 @@ impl Drop for Lent<'_> {
 }
 
 impl PinnedBytes {
-    fn new(pool: &'static Pool, device: Device, bytes: usize) -> Option<PinnedBytes> {
+    fn new(pool: &'static Pool, opened: &'static ClDevice, bytes: usize) -> Option<PinnedBytes> {
         let block = ManuallyDrop::new(pool.alloc(bytes)?);
-        Some(PinnedBytes { block, device, readers: AtomicUsize::new(0), writers: AtomicUsize::new(0) })
+        let [readers, writers] = [const { AtomicUsize::new(0) }; 2];
+        Some(PinnedBytes { block, opened, flights: Mutex::default(), readers, writers })
     }
 
     /// The first byte. What the bytes are at first is unspecified, but they are initialised.
@@ -248,7 +256,7 @@ impl PinnedBytes {
 
     /// Whether they are pinned for this device's transfers.
     pub(in crate::storage) fn is_for(&self, device: Device) -> bool {
-        self.device == device
+        self.opened.device() == device
     }
 
     /// Some of the bytes for a transfer of this device, which writes them or only reads them; `None` where they are another's.
@@ -263,37 +271,40 @@ impl PinnedBytes {
         Some(Lent { start, bytes, users })
     }
 
-    /// Under the tensor's lock, before the bytes are read, or `written` as well: an error where a transfer of the lost device
-    /// may still be using them.
+    /// Under the tensor's lock, before the bytes are read, or `written` as well: waits for transfers that were enqueued, and is an
+    /// error where one of the lost device may still be using them.
     pub(in crate::storage) fn check(&self, written: bool) -> Result<()> {
+        self.settle(written)?;
         // Transfers that are under way hold the lock as well: those that write the bytes exclusively.
         if self.writers.load(Acquire) == 0 && (!written || self.readers.load(Acquire) == 0) {
             return Ok(());
         }
         let cause = "a transfer that nobody knows the end of may still be using this pinned memory".into();
-        Err(Error::DeviceLost { device: self.device, cause })
+        Err(Error::DeviceLost { device: self.opened.device(), cause })
     }
 }
 
 impl Drop for PinnedBytes {
     fn drop(&mut self) {
         // Transfers of a lost device may be using it for good.
-        if !matches!(self.device, Device::OpenCL(index) if !opencl::is_available(index)) {
-            // SAFETY: dropped once, here, and not used again.
-            unsafe { ManuallyDrop::drop(&mut self.block) };
+        if !self.opened.is_lost() {
+            let flights = self.flights.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let events: Vec<_> = flights.drain(..).map(|flight| flight.event).collect();
+            // SAFETY: taken once, here, and not used again.
+            let block = unsafe { ManuallyDrop::take(&mut self.block) };
+            if !events.is_empty() {
+                block.release_after(events);
+            }
         }
     }
 }
 
-/// Pinned memory for a device's transfers; `None` where it needs none, or there is none left.
+/// Pinned memory for a device's transfers; `None` for the CPU device, for no bytes, and where there is none left.
 pub(in crate::storage) fn pin(device: Device, bytes: usize) -> Result<Option<PinnedBytes>> {
     let Device::OpenCL(index) = device else { return Ok(None) };
     let opened = opencl::open(index)?;
     opened.check_lost()?; // its pool may hold what unfinished transfers use
-    if bytes == 0 || !is_staged(opened, STAGED) {
-        return Ok(None);
-    }
-    Ok(PinnedBytes::new(pool(opened), device, bytes))
+    Ok((bytes > 0).then(|| PinnedBytes::new(pool(opened), opened, bytes)).flatten())
 }
 
 /// Where a block begins.
@@ -429,7 +440,7 @@ impl Slice {
 impl Drop for Slice {
     fn drop(&mut self) {
         match (self.block.take(), self.event.take()) {
-            (Some(block), Some(event)) => block.release_after(event), // an error left it behind
+            (Some(block), Some(event)) => block.release_after(vec![Arc::new(event)]), // an error left it behind
             // A transfer that nobody has an event of may be using it.
             (Some(block), None) if self.device.is_lost() => mem::forget(block),
             _ => {}
