@@ -4,7 +4,7 @@
 use smallvec::SmallVec;
 
 use super::rule::Rule;
-use super::{AdamConfig, AdamWConfig, SgdConfig};
+use super::{AdagradConfig, AdamConfig, AdamWConfig, SgdConfig};
 use crate::ops::{TensorSet, foreach_into, map_each};
 use crate::{DType, Error, Expr, Result, Scalar, Tensor, no_grad};
 
@@ -82,10 +82,15 @@ fn adam(
     decoupled: bool,
 ) -> Result<()> {
     let lists = [state.exp_avgs, state.exp_avg_sqs, state.max_exp_avg_sqs];
-    let (sizes, corrections) = adam_numbers(step, state.steps, rule.learning_rate(), [beta1, beta2])?;
+    let logs = [beta1.ln(), beta2.ln()];
+    let numbers = step_numbers("fused_adam_", step, state.steps, rule.learning_rate(), &logs, |count, lr, s| {
+        // 1 - beta^step, without the loss of digits that the subtraction would be.
+        let [bias1, bias2] = [0, 1].map(|i| -(count * &s[i]).expm1());
+        [lr / bias1, bias2.recip()]
+    })?;
     let lr = step.lr;
-    let run =
-        Run { step, state: &lists[..if amsgrad { 3 } else { 2 }], numbers: &[&sizes, &corrections], zero_state: false };
+    let held = &lists[..if amsgrad { 3 } else { 2 }];
+    let run = Run { step, state: held, numbers: &[&numbers[0], &numbers[1]], zero_state: false };
     run.launch(rule, |all, own| {
         all[SIZE] = own[0].clone();
         all[CORRECTION] = own[1].clone();
@@ -95,29 +100,63 @@ fn adam(
     })
 }
 
-/// The two numbers of each parameter that depend on its step, computed on the device.
-fn adam_numbers(step: &FusedStep, steps: &[&Tensor], lr: f64, betas: [f64; 2]) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
+/// Numbers of each parameter that depend on its step, computed on the device: by a formula of the step, the learning rate and `others`.
+fn step_numbers<const N: usize>(
+    op: &'static str,
+    step: &FusedStep,
+    steps: &[&Tensor],
+    lr: f64,
+    others: &[f64],
+    formula: impl Fn(&Expr, &Expr, &[Expr]) -> [Expr; N],
+) -> Result<Vec<Vec<Tensor>>> {
     let wide = step.parameters.iter().any(|p| p.dtype() == DType::F64);
     let dtype = if wide { DType::F64 } else { DType::F32 };
-    let new = || steps.iter().map(|t| Tensor::empty((), (dtype, t.device()))).collect::<Result<Vec<_>>>();
-    let (sizes, corrections) = (new()?, new()?);
+    let new = |_| steps.iter().map(|t| Tensor::empty((), (dtype, t.device()))).collect::<Result<Vec<_>>>();
+    let numbers = (0..N).map(new).collect::<Result<Vec<_>>>()?;
     let counts = steps.iter().map(|t| t.to_dtype(dtype)?.reshape(())).collect::<Result<Vec<_>>>()?;
-    let set = |((count, size), correction)| TensorSet {
+    let set = |(i, count)| TensorSet {
         inputs: SmallVec::from_slice(&[count]),
-        outputs: SmallVec::from_slice(&[size, correction]),
+        outputs: numbers.iter().map(|of_each| &of_each[i]).collect(),
     };
-    let sets: Vec<TensorSet> = counts.iter().zip(&sizes).zip(&corrections).map(set).collect();
-    let scalars = [lr, betas[0].ln(), betas[1].ln()].map(Scalar::Float);
+    let sets: Vec<TensorSet> = counts.iter().enumerate().map(set).collect();
+    let scalars: Vec<Scalar> = [lr].iter().chain(others).map(|&number| Scalar::Float(number)).collect();
     no_grad(|| {
         let lr = step.lr.map(|lr| lr.reshape(())).transpose()?;
-        map_each("fused_adam_", &sets, &lr.iter().collect::<Vec<_>>(), &scalars, |x, s| {
-            // 1 - beta^step, without the loss of digits that the subtraction would be.
-            let [bias1, bias2] = [1, 2].map(|i| -(&x[0] * &s[i]).expm1());
-            vec![x.get(1).unwrap_or(&s[0]) / bias1, bias2.recip()]
+        map_each(op, &sets, &lr.iter().collect::<Vec<_>>(), &scalars, |x, s| {
+            formula(&x[0], x.get(1).unwrap_or(&s[0]), &s[1..]).into()
         })
     })?;
     drop(sets);
-    Ok((sizes, corrections))
+    Ok(numbers)
+}
+
+/// One step of Adagrad (PyTorch's `torch._fused_adagrad_`): sums of squared gradients, and tensors of one element that say the
+/// how-manieth step this is, from 1 on. Of the config `initial_accumulator_value` is not read.
+///
+/// ```
+/// use claystone::optim::{AdagradConfig, FusedStep, fused_adagrad_};
+/// use claystone::{Device, Tensor};
+/// let (w, g, sum) = (Tensor::ones(2, Device::Cpu)?, Tensor::ones(2, Device::Cpu)?, Tensor::zeros(2, Device::Cpu)?);
+/// let tensors = FusedStep { parameters: &[&w], gradients: &[&g], ..Default::default() };
+/// fused_adagrad_(&tensors, &[&sum], &[&Tensor::ones((), Device::Cpu)?], &AdagradConfig { lr: 0.25, ..Default::default() })?;
+/// assert_eq!(w.to_vec::<f32>()?, [0.75; 2]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of [`fused_adam_`].
+#[track_caller]
+pub fn fused_adagrad_(
+    step: &FusedStep,
+    state_sums: &[&Tensor],
+    steps: &[&Tensor],
+    config: &AdagradConfig,
+) -> Result<()> {
+    let sizes = step_numbers("fused_adagrad_", step, steps, config.lr, &[config.lr_decay], |count, lr, s| {
+        [lr / (1.0 + (count - 1.0) * &s[0])]
+    })?;
+    let run = Run { step, state: &[state_sums], numbers: &[&sizes[0]], zero_state: false };
+    run.launch(config, |all, own| all[0] = own[0].clone()) // the learning rate is the rule's first number
 }
 
 /// One step of stochastic gradient descent (PyTorch's `torch._fused_sgd_`). `momentum_buffers` has as many tensors as there are

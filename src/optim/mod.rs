@@ -31,7 +31,7 @@ use crate::{Result, Tensor};
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use clip::{clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm};
 pub(crate) use flat::joined_views;
-pub use functional::{FusedAdamState, FusedStep, fused_adam_, fused_adamw_, fused_sgd_, unscale_};
+pub use functional::{FusedAdamState, FusedStep, fused_adagrad_, fused_adam_, fused_adamw_, fused_sgd_, unscale_};
 pub use fused::Fused;
 pub use lion::{Lion, LionConfig};
 pub use plateau::{PlateauMode, ReduceLrOnPlateau, ReduceLrOnPlateauConfig, ThresholdMode};

@@ -107,6 +107,11 @@ fn parts(size: usize, count: usize) -> Vec<Vec<usize>> {
     (0..count).map(|o| (o * size / count..((o + 1) * size).div_ceil(count)).collect()).collect()
 }
 
+fn adaptive_max(x: &ArrayD<f64>, directions: usize, size: [usize; 2]) -> Vec<ArrayD<f64>> {
+    let of = |f: fn(&[(usize, f64)]) -> f64| adaptive(x, directions, size, f);
+    vec![of(|e| greatest(e).1), of(|e| greatest(e).0 as f64)]
+}
+
 fn adaptive(x: &ArrayD<f64>, directions: usize, size: [usize; 2], f: fn(&[(usize, f64)]) -> f64) -> ArrayD<f64> {
     let [h, w] = sizes(x, directions);
     each_window(x, directions, [&parts(h, size[0]), &parts(w, size[1])], f)
@@ -181,12 +186,16 @@ pub fn cases() -> Vec<Case> {
         cases.push(made.gives(move |x| vec![adaptive(&x[0], 2, size, mean)]));
         let made = case("adaptive_max_pool2d").distinct(x).arg(&size);
         cases.push(made.gives(move |x| vec![adaptive(&x[0], 2, size, |e| greatest(e).1)]));
+        let made = case("adaptive_max_pool2d_with_indices").distinct(x).arg(&size);
+        cases.push(made.gives(move |x| adaptive_max(&x[0], 2, size)));
     }
     for (x, size) in [(&[2, 3, 7][..], 3), (&[3, 8], 1), (&[0, 2, 5], 2)] {
         let made = case("adaptive_avg_pool1d").input(x).arg(size);
         cases.push(made.gives(move |x| vec![adaptive(&x[0], 1, [1, size], mean)]));
         let made = case("adaptive_max_pool1d").distinct(x).arg(size);
         cases.push(made.gives(move |x| vec![adaptive(&x[0], 1, [1, size], |e| greatest(e).1)]));
+        let made = case("adaptive_max_pool1d_with_indices").distinct(x).arg(size);
+        cases.push(made.gives(move |x| adaptive_max(&x[0], 1, [1, size])));
     }
     cases
 }

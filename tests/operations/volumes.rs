@@ -259,6 +259,11 @@ pub fn cases() -> Vec<Case> {
         cases.push(made.gives(move |x| vec![adaptive(&x[0], size, |e, n| mean(e, n as f64))]));
         let made = case("adaptive_max_pool3d").distinct(x).arg(&size);
         cases.push(made.gives(move |x| vec![adaptive(&x[0], size, |e, _| greatest(e).1)]));
+        let made = case("adaptive_max_pool3d_with_indices").distinct(x).arg(&size);
+        cases.push(made.gives(move |x| {
+            let of = |f: fn(&[(usize, f64)], usize) -> f64| adaptive(&x[0], size, f);
+            vec![of(|e, _| greatest(e).1), of(|e, _| greatest(e).0 as f64)]
+        }));
     }
     cases
 }

@@ -173,6 +173,38 @@ fn sgd_is_that_of_the_optimiser() {
 }
 
 #[test]
+fn adagrad_is_that_of_the_optimiser() {
+    each_device(|device| {
+        let plain = AdagradConfig { lr: 0.1, ..Default::default() };
+        let falling = AdagradConfig { lr_decay: 0.2, weight_decay: 0.2, initial_accumulator_value: 0.5, ..plain };
+        for (config, maximize) in [(plain, false), (falling, true)] {
+            let want = wanted(config, DType::F32, device, if maximize { -1.0 } else { 1.0 });
+            for lr in [None, Some(number(0.1, device, DType::F32))] {
+                let parameters = Tensors::new(DType::F32, device, start);
+                let sums = Tensors::new(DType::F32, device, |_, _| config.initial_accumulator_value);
+                for step in 0..5 {
+                    let gradients = Tensors::new(DType::F32, device, |k, i| slope(step, k, i));
+                    let count = number(step as f64 + 1.0, device, DType::F32);
+                    let tensors = FusedStep {
+                        parameters: &parameters.refs(),
+                        gradients: &gradients.refs(),
+                        lr: lr.as_ref(),
+                        maximize,
+                        ..Default::default()
+                    };
+                    let config = AdagradConfig { lr: if lr.is_some() { 9.0 } else { 0.1 }, ..config };
+                    let run = || fused_adagrad_(&tensors, &sums.refs(), &[&count; 3], &config);
+                    let (done, launches) = count_launches(run);
+                    done.unwrap();
+                    assert_eq!(launches, 3, "the numbers of all, and one a shape on {device}");
+                }
+                close(&parameters.values(), &want, 2e-6);
+            }
+        }
+    });
+}
+
+#[test]
 fn overflows_are_found() {
     each_device(|device| {
         let inverse = number(0.25, device, DType::F32);

@@ -295,6 +295,18 @@ typedef struct {
     bool first;
 } ClaystoneSgd;
 
+// Hyperparameters of Adagrad.
+typedef struct {
+    // Learning rate.
+    double lr;
+    // How fast the learning rate falls: step t uses `lr / (1 + (t - 1) * lr_decay)`.
+    double lr_decay;
+    // L2 penalty, added to the gradient.
+    double weight_decay;
+    // Added to the denominator.
+    double eps;
+} ClaystoneAdagrad;
+
 // An event of a profile.
 typedef struct {
     // A ClaystoneCategory.
@@ -469,6 +481,13 @@ ClaystoneStatus claystone_fused_adam(const ClaystoneStep *step,
 ClaystoneStatus claystone_fused_sgd(const ClaystoneStep *step,
                                     ClaystoneTensors momentum_buffers,
                                     const ClaystoneSgd *sgd);
+
+// One step of Adagrad. `state_sums` are the sums of squared gradients, `steps` tensors of one element: the how-manieth step this
+// is, from 1 on. PyTorch's `torch._fused_adagrad_`.
+ClaystoneStatus claystone_fused_adagrad(const ClaystoneStep *step,
+                                        ClaystoneTensors state_sums,
+                                        ClaystoneTensors steps,
+                                        const ClaystoneAdagrad *adagrad);
 
 // Multiplies gradients by `inv_scale` in place, and sets `found_inf` to 1 where one of them is infinite or NaN; both are of one
 // element. PyTorch's `torch._amp_foreach_non_finite_check_and_unscale_`.

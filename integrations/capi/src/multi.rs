@@ -2,8 +2,8 @@
 
 use std::ffi::c_char;
 
-use claystone::optim::{AdamConfig, AdamWConfig, FusedAdamState, FusedStep, SgdConfig};
-use claystone::optim::{fused_adam_, fused_adamw_, fused_sgd_, unscale_};
+use claystone::optim::{AdagradConfig, AdamConfig, AdamWConfig, FusedAdamState, FusedStep, SgdConfig};
+use claystone::optim::{fused_adagrad_, fused_adam_, fused_adamw_, fused_sgd_, unscale_};
 use claystone::{Scalar, Tensor, no_grad, ops};
 
 use crate::pointers::{array, borrow, text};
@@ -192,6 +192,40 @@ pub unsafe extern "C" fn claystone_fused_sgd(
         let config = SgdConfig { lr, momentum, dampening, weight_decay, nesterov };
         // SAFETY: the caller's promise.
         unsafe { with_step(step, |step| fused_sgd_(step, &buffers, first, &config)) }
+    })
+}
+
+/// Hyperparameters of Adagrad.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ClaystoneAdagrad {
+    /// Learning rate.
+    pub lr: f64,
+    /// How fast the learning rate falls: step t uses `lr / (1 + (t - 1) * lr_decay)`.
+    pub lr_decay: f64,
+    /// L2 penalty, added to the gradient.
+    pub weight_decay: f64,
+    /// Added to the denominator.
+    pub eps: f64,
+}
+
+/// One step of Adagrad. `state_sums` are the sums of squared gradients, `steps` tensors of one element: the how-manieth step this
+/// is, from 1 on. PyTorch's `torch._fused_adagrad_`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn claystone_fused_adagrad(
+    step: *const ClaystoneStep,
+    state_sums: ClaystoneTensors,
+    steps: ClaystoneTensors,
+    adagrad: *const ClaystoneAdagrad,
+) -> ClaystoneStatus {
+    guard("claystone_fused_adagrad", || {
+        // SAFETY: a struct that is good for reading, and handles that live, says the caller.
+        let (sums, steps, adagrad) =
+            unsafe { (list(&state_sums, "a sum")?, list(&steps, "a step")?, borrow(adagrad, "adagrad")?) };
+        let ClaystoneAdagrad { lr, lr_decay, weight_decay, eps } = *adagrad;
+        let config = AdagradConfig { lr, lr_decay, weight_decay, eps, ..Default::default() };
+        // SAFETY: the caller's promise.
+        unsafe { with_step(step, |step| fused_adagrad_(step, &sums, &steps, &config)) }
     })
 }
 

@@ -44,6 +44,12 @@ static void many(void) {
     expect(x, 2, (float[]){-5.25f, -1.75f});
     adam.amsgrad = true; /* whose state is not there */
     CHECK(claystone_fused_adam(&step, &state, &adam) == CLAYSTONE_STATUS_INVALID);
+    const ClaystoneAdagrad adagrad = {.eps = 0};
+    OK(claystone_call(&(ClaystoneCall){"zero_", TENSORS(v), 1, NULL, 0}, NULL, 0, NULL));
+    OK(claystone_fused_adagrad(&step, LIST(v), LIST(count), &adagrad));
+    expect(x, 2, (float[]){-5.5f, -2});
+    expect(v, 2, (float[]){4, 1});
+    CHECK(claystone_fused_adagrad(&step, none, LIST(count), &adagrad) == CLAYSTONE_STATUS_INVALID);
     ClaystoneTensor *all[] = {x, y, two, out, out3, g, found, quarter, velocity, m, v, count};
     for (size_t i = 0; i < COUNT(all); i++) claystone_tensor_release(all[i]);
 }

@@ -71,6 +71,19 @@ void sgd(
     check(claystone_fused_sgd(&step.step, step.lists.add(momentum_buffers.vec()), &hyperparameters));
 }
 
+template <typename Rate>
+void adagrad(
+    at::TensorList self, at::TensorList grads, at::TensorList state_sums, at::TensorList state_steps, Rate rate, double lr_decay,
+    double weight_decay, double eps, bool maximize, const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
+    if (self.empty()) {
+        return;
+    }
+    const LearningRate lr(rate);
+    Step step(self, grads, lr.tensor, grad_scale, found_inf, maximize);
+    const ClaystoneAdagrad hyperparameters{lr.number, lr_decay, weight_decay, eps};
+    check(claystone_fused_adagrad(&step.step, step.lists.add(state_sums.vec()), step.lists.add(state_steps.vec()), &hyperparameters));
+}
+
 void unscale(at::TensorList self, at::Tensor& found_inf, const at::Tensor& inv_scale) {
     if (self.empty()) {
         return;
@@ -85,6 +98,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("_fused_adam_.tensor_lr", &adam<const at::Tensor&, false>);
     library.impl("_fused_adamw_", &adam<double, true>);
     library.impl("_fused_adamw_.tensor_lr", &adam<const at::Tensor&, true>);
+    library.impl("_fused_adagrad_", &adagrad<double>);
+    library.impl("_fused_adagrad_.tensor_lr", &adagrad<const at::Tensor&>);
     library.impl("_fused_sgd_", &sgd<double>);
     library.impl("_fused_sgd_.tensor_lr", &sgd<const at::Tensor&>);
     library.impl("_amp_foreach_non_finite_check_and_unscale_", &unscale);

@@ -37,8 +37,10 @@ def steps(device, optimizer, dtype=torch.float32, **options):
 
 ADAM = [{}, {"weight_decay": 0.1, "amsgrad": True}, {"lr": 0.1, "maximize": True, "betas": (0.8, 0.95)}]
 SGD = [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "maximize": True}]
+ADAGRAD = [{}, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "initial_accumulator_value": 0.5, "maximize": True}]
 CASES = [(torch.optim.Adam, options) for options in ADAM] + [(torch.optim.AdamW, options) for options in ADAM]
 CASES += [(torch.optim.SGD, options) for options in SGD]
+CASES += [(torch.optim.Adagrad, options) for options in ADAGRAD]
 
 
 class Optimizers(unittest.TestCase):
@@ -61,7 +63,7 @@ class Optimizers(unittest.TestCase):
 
     def test_fused_steps_in_other_dtypes(self):
         for dtype in (torch.bfloat16, torch.float16, torch.float64):
-            for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+            for optimizer in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
                 options = {"lr": 0.1, "fused": True}
                 self.compare(steps(DEVICE, optimizer, dtype, **options), steps("cpu", optimizer, dtype, **options), dtype)
 
@@ -71,7 +73,7 @@ class Optimizers(unittest.TestCase):
             self.compare(steps(DEVICE, optimizer, fused=True, **{**options, "lr": torch.tensor(0.1)}), wanted)
 
     def test_steps_over_lists_are_those_of_the_cpu(self):
-        others = [(torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adagrad, {}), (torch.optim.NAdam, {}),
+        others = [(torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.NAdam, {}),
                   (torch.optim.Adamax, {}), (torch.optim.Adadelta, {"weight_decay": 0.1}), (torch.optim.RAdam, {})]
         for optimizer, options in CASES + others:
             with self.subTest(optimizer=optimizer.__name__, **options):

@@ -22,7 +22,7 @@ operations! {
     contiguous(input: x): Copying, All -> Same, differentiable;
     to_dtype(input: x, dtype: dtype) "to": Copying, All -> Asked, differentiable;
     copy_(input: x, src: x): InPlace, All -> Same;
-    copy_non_blocking_(input: x, src: x): InPlace, All -> Same;
+    copy_non_blocking_(input: x, src: x) "copy_": InPlace, All -> Same;
     fill_(input: x, value: scalar): InPlace, All -> Same;
     zero_(input: x): InPlace, All -> Same;
 }

@@ -337,6 +337,35 @@ impl Tensor {
     pub fn adaptive_max_pool3d(&self, size: [usize; 3]) -> Result<Tensor> {
         adaptive_max("adaptive_max_pool3d", self, size)
     }
+
+    /// [`Tensor::adaptive_max_pool1d`] and the index of each element in its row, i64 (PyTorch's `return_indices`).
+    ///
+    /// # Errors
+    /// As [`Tensor::adaptive_avg_pool2d`].
+    #[track_caller]
+    pub fn adaptive_max_pool1d_with_indices(&self, size: usize) -> Result<(Tensor, Tensor)> {
+        adaptive_max_with_indices("adaptive_max_pool1d_with_indices", self, [size])
+    }
+
+    /// [`Tensor::adaptive_max_pool2d`] and the position of each element in its image, i64: `row * W + column` (PyTorch's
+    /// `return_indices`).
+    ///
+    /// # Errors
+    /// As [`Tensor::adaptive_avg_pool2d`].
+    #[track_caller]
+    pub fn adaptive_max_pool2d_with_indices(&self, size: [usize; 2]) -> Result<(Tensor, Tensor)> {
+        adaptive_max_with_indices("adaptive_max_pool2d_with_indices", self, size)
+    }
+
+    /// [`Tensor::adaptive_max_pool3d`] and the position of each element in its image, i64: `(slice * H + row) * W + column`
+    /// (PyTorch's `return_indices`).
+    ///
+    /// # Errors
+    /// As [`Tensor::adaptive_avg_pool2d`].
+    #[track_caller]
+    pub fn adaptive_max_pool3d_with_indices(&self, size: [usize; 3]) -> Result<(Tensor, Tensor)> {
+        adaptive_max_with_indices("adaptive_max_pool3d_with_indices", self, size)
+    }
 }
 
 #[track_caller]
@@ -357,6 +386,19 @@ fn adaptive_max<const D: usize>(op: &'static str, given: &Tensor, size: [usize; 
     replaced!(op, [given], &size);
     let x = as_images(op, given, D)?;
     restore_rank(&adaptive_windows(op, &x, size)?.max(op, &x)?, given, D)
+}
+
+#[track_caller]
+fn adaptive_max_with_indices<const D: usize>(
+    op: &'static str,
+    given: &Tensor,
+    size: [usize; D],
+) -> Result<(Tensor, Tensor)> {
+    check_numbers(op, given)?;
+    replaced!(op, [given], &size);
+    let x = as_images(op, given, D)?;
+    let (values, index) = adaptive_windows(op, &x, size)?.max_with_indices(op, &x)?;
+    Ok((restore_rank(&values, given, D)?, restore_rank(&index, given, D)?))
 }
 
 impl<const D: usize> MaxPoolOptions<D> {
@@ -432,4 +474,7 @@ operations! {
     adaptive_max_pool1d(input: x, output_size: sizes @size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
     adaptive_max_pool2d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
     adaptive_max_pool3d(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool1d_with_indices(input: x, output_size: sizes @size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool2d_with_indices(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool3d_with_indices(input: x, output_size: sizes @sizes) functional: NeuralNetwork, Numbers -> Same, differentiable;
 }
