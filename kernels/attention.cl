@@ -1,17 +1,17 @@
 // Scaled dot-product attention without its scores in memory (Dao 2023, "FlashAttention-2"): a work-group keeps a tile of queries and
-// goes over tiles of keys and values. The host gives: A (dtype), ACC and ACC_NAME (float F32, double F64), NB (batch dims), one of
+// goes over tiles of keys and values. The host gives A (dtype), ACC and ACC_NAME (float F32, double F64), NB (batch dims), and one of
 //   FORWARD   the result and the log-sum-exp of each row of scores; with SPLIT each group goes over some of the keys only, and
-//             writes its unnormalised sums, with their greatest score and the sum of powers behind them
+//             writes its greatest score, its sum of exponentials and its unnormalised result
 //   COMBINE   the result from these parts
 //   QUERIES   the gradient of queries, and delta: the sum of each row of `grad * out`
 //   KEYS      the gradients of keys and values: the tile is of keys, and the group goes over tiles of queries
-// MASK is 0 without a mask, 1 where it is bool and 2 where it is added (dtype Z); DROPOUT where weights are dropped. DK and DV are the
-// widths of keys and values, padded as the tiles need it. This file has what all devices share; after it comes attention_tiles.cl, or
-// attention_mma.cl where tensor cores multiply (MMA). There a tile has OWN rows, and a group goes over tiles of OTHER.
+// MASK is 0 without a mask, 1 for a bool mask and 2 for one that is added (dtype Z); with DROPOUT weights are dropped. DK and DV are the
+// widths of keys and values, padded to what the tiles need. This file has what all devices share; after it comes attention_tiles.cl, or
+// attention_mma.cl for tensor cores (MMA). In both a group's tile has OWN rows, and it goes over tiles of OTHER rows.
 //
-// Queries of all heads that share a head of keys are the rows of one matrix: row r is query r % queries of head r / queries. So
-// decoding one query reads keys once for the group, and gradients of keys are sums over the group without another pass.
-// All sums are made in a fixed order. Every work-item comes to every barrier: loops depend on the group only.
+// Queries of all heads that share a head of keys are the rows of one matrix: row r is query r % queries of head r / queries. Decoding
+// thus reads keys once for all these heads, and gradients of keys are sums over the heads without another pass.
+// All sums have a fixed order. Every work-item reaches every barrier: trip counts of loops depend on the group only.
 
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
@@ -31,7 +31,7 @@ typedef struct {
     ulong batches, heads, queries, keys, width, value_width, causal, parts;
 } Sizes;
 
-// PoCL 3.1 gives NaN where a kernel calls a function that works on local and private arrays twice, and it is not inlined.
+// Inlined, because PoCL 3.1 gives NaN where a kernel calls a function that works on local and private arrays twice.
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE long batch_at(const Sizes *n, const Strides *s, uint b) {
@@ -51,19 +51,19 @@ INLINE long row_at(const Strides *s, uint r, uint length) {
 
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
-// A score under its mask: x where nothing hides it, else -inf.
+// The score x with the mask's element `at` applied: -inf where it is masked out.
 #if MASK == 1
-#define SEEN(x, at) (CAT(load_, Z)(mask, at) ? (x) : -INFINITY)
+#define MASKED(x, at) (CAT(load_, Z)(mask, at) ? (x) : -INFINITY)
 #elif MASK == 2
-#define SEEN(x, at) ((x) + (ACC)CAT(load_, Z)(mask, at))
+#define MASKED(x, at) ((x) + (ACC)CAT(load_, Z)(mask, at))
 #else
-#define SEEN(x, at) (x)
+#define MASKED(x, at) (x)
 #endif
 
-// How many keys row r sees.
-#define KEYS_SEEN(r) ((r) >= rows ? 0 : n.causal ? min((r) % queries + 1, keys) : keys)
+// How many keys the query of row r attends to.
+#define KEYS_OF(r) ((r) >= rows ? 0 : n.causal ? min((r) % queries + 1, keys) : keys)
 
-// What a weight is multiplied by where weights are dropped: the numbers are those of `dropout` of all weights in row-major order.
+// The factor of dropout for a weight: that of `dropout` applied to all weights in row-major order.
 #ifdef DROPOUT
 #define KEPT(r, j) ((ACC)random_uniform(key, stream, ((ulong)b * rows + (r)) * keys + (j)) < dropped ? 0 : rescale)
 #else
@@ -72,9 +72,8 @@ INLINE long row_at(const Strides *s, uint r, uint length) {
 
 #define OPERAND(type, name) type name, ulong name##_at, const Strides name##_by
 
-// What the kernels with a tile of queries begin with, for group `group` of as many as there are tiles: batch b, the rows from `first` to
-// `last`, and how many keys the row that sees most sees. With a causal mask the last queries see the most keys: they come first, so that
-// none of them is left over at the end.
+// The tile of work-group `group`: batch b, rows `first` to `last`, and `most`, the largest number of keys that any of its rows attends to.
+// With a causal mask the last queries have the most keys: their tiles are started first, to balance the load.
 #define SIZES                                                                                                                     \
     const uint queries = n.queries, rows = n.heads * n.queries, keys = n.keys, width = n.width, value_width = n.value_width;
 #define TILE_OF_QUERIES(group)                                                                                                    \
@@ -87,11 +86,11 @@ INLINE long row_at(const Strides *s, uint r, uint length) {
     const uint first = (uint)get_group_id(0) % tiles * OWN;
 #define START(x) (x##_at + batch_at(&n, &x##_by, b))
 
-// A row that sees nothing has the log-sum-exp -inf, and weights of 0.
+// The log-sum-exp of row r, and infinity for a row that attends to no key, whose weights are then 0.
 #define BASE(r) ((r) >= rows || lse[lse_at + (ulong)b * rows + (r)] == -INFINITY ? INFINITY : lse[lse_at + (ulong)b * rows + (r)])
 
 #ifdef KEYS
-// The first tile of `other` queries from row `r0` on of which one sees key `first`.
+// The first row of the next tile of `other` queries, from row `r0` on, of which one attends to key `first`.
 INLINE uint next_tile(const Sizes *n, uint r0, uint first, const uint other) {
     const uint queries = n->queries, rows = n->heads * queries;
     for (; n->causal && r0 < rows; r0 += other) {
@@ -104,7 +103,7 @@ INLINE uint next_tile(const Sizes *n, uint r0, uint first, const uint other) {
 #endif
 
 #ifdef COMBINE
-// A work-item has one element of the result.
+// A work-item computes one element of the result.
 __kernel void attention(OPERAND(Out, out), Rows lse, ulong lse_at, const Sizes n, Rows partial, ulong partial_at) {
     const ulong e = get_global_id(0), all = n.batches * n.heads * n.queries;
     const ulong row = e / n.value_width;

@@ -1,11 +1,11 @@
-// Attention on tensor cores; comes after attention.cl, mma.cl and attention_products.cl. A group goes over tiles of OTHER rows, of which one
-// is multiplied while the next is on its way to local memory. Scores stay in registers: the accumulator of one product (of halves, rounded to
-// these) is the left operand of the next. COPY bytes are copied at once. With OUT_WIDE results are stored two halves or four f32 at a time.
+// Attention on tensor cores; comes after attention.cl, mma.cl and attention_products.cl. A group goes over tiles of OTHER rows: one is
+// multiplied while the next is copied to local memory. Scores stay in registers: the accumulator of one product, rounded for halves, is the
+// left operand of the next. COPY bytes are copied at once. With OUT_WIDE results are stored two halves or four f32 at a time.
 
-#define TILES (2 * BYTES(OTHER, DK) + 2 * BYTES(OTHER, DV)) // of both kinds that a group goes over
+#define TILES (2 * BYTES(OTHER, DK) + 2 * BYTES(OTHER, DV)) // bytes of two buffers for both kinds of tiles that a group goes over
 #define LOG2_E 1.4426950408889634f
 
-// Asks for `lines` rows from row `first` on, of `rows` in all, each `width` elements, with zeros beyond the edges.
+// Starts the copy of `lines` rows of `width` elements from row `first` on, with zeros past row `rows` and past the width.
 INLINE void fetch(uint to, const uint lines, const uint length, In x, ulong at, const Strides *s, uint first, uint rows,
                          uint period, uint width, uint t)
 {
@@ -55,7 +55,7 @@ INLINE bool of_any_lane(bool x)
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\nvote.sync.any.pred p, p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(any) : "r"((uint)x));
     return any;
 }
-// One instruction: results that are not normal are 0.
+// 2^x in one instruction; subnormal results are 0.
 INLINE float power_of_two(float x)
 {
     float y;
@@ -63,43 +63,43 @@ INLINE float power_of_two(float x)
     return y;
 }
 
-// Applies the mask to products s[i][c][r] of queries and key COLUMN: keys after the first `seen` become -inf. WEIGHT is the weight of such a
-// product beside BASE_OF the log-sum-exp. An additive mask may have the least number of a dtype where it hides a key: products are scaled
-// before it is added, and stay finite, so that a row of which every key is hidden so has equal weights, as by the definition.
+// HIDE applies the mask to products s[i][c][r] of queries and key COLUMN; keys from `visible` on become -inf. WEIGHT turns a product into its
+// weight, given BASE_OF the log-sum-exp. An additive mask may hide keys by the smallest number of a dtype: products are then scaled before it
+// is added, and clamped to stay finite. So a row with all keys hidden like this has equal weights, as by the definition.
 #if MASK == 2
-#define UNDER_MASK(x, at) finite(SEEN((x) * scale, at))
+#define UNDER_MASK(x, at) finite(MASKED((x) * scale, at))
 #define WEIGHT(x, base) power_of_two(((x) - (base)) * LOG2_E)
 #define BASE_OF(log_sum) finite(log_sum)
 #define LOG_OF(x) (x)
 #define POWER 1
 #else
-#define UNDER_MASK SEEN
+#define UNDER_MASK MASKED
 #define WEIGHT(x, base) power_of_two(fma(x, power, -(base)))
 #define BASE_OF(log_sum) ((log_sum) * LOG2_E)
 #define LOG_OF(x) ((x) * scale)
 #define POWER (scale * LOG2_E)
 #endif
 INLINE float finite(float x) { return x < -1e38f && x != -INFINITY ? -1e38f : x; }
-#define HIDE(s, seen, mask_row, COLUMN)                                                                                           \
+#define HIDE(s, visible, mask_row, COLUMN)                                                                                           \
     EACH(i, MT) EACH(c, NT) EACH(r, 4) {                                                                                          \
         const uint column = COLUMN;                                                                                               \
-        s[i][c][r] = column < (seen) ? UNDER_MASK(s[i][c][r], (mask_row) + (long)column * mask_by.column) : -INFINITY;            \
+        s[i][c][r] = column < (visible) ? UNDER_MASK(s[i][c][r], (mask_row) + (long)column * mask_by.column) : -INFINITY;            \
     }
-// The same of a tile of queries: how many keys each row sees, and where its part of the mask is.
-#define ROWS_SEE                                                                                                                  \
-    uint seen[MT][2];                                                                                                             \
+// For each row of a tile of queries, the number of keys that it attends to, and the offset of its row of the mask.
+#define VISIBLE_KEYS                                                                                                                  \
+    uint visible[MT][2];                                                                                                             \
     ulong mask_row[MT][2];                                                                                                        \
     EACH(i, MT) EACH(h, 2) {                                                                                                      \
         const uint r = first + m + 16 * i + ROW_OF(2 * h);                                                                        \
-        seen[i][h] = KEYS_SEEN(r);                                                                                                \
+        visible[i][h] = KEYS_OF(r);                                                                                                \
         mask_row[i][h] = MASK && r < rows ? START(mask) + row_at(&mask_by, r, queries) : 0;                                       \
     }                                                                                                                             \
-    /* Keys that no row hides. */                                                                                                 \
-    const uint all_seen = MASK ? 0 : !n.causal ? keys : one_head ? min(first % queries + 1, keys) : 1;
+    /* Keys that all rows attend to. */                                                                                                 \
+    const uint visible_to_all = MASK ? 0 : !n.causal ? keys : one_head ? min(first % queries + 1, keys) : 1;
 
-// Writes rows of sums, SCALE(i, h) times row 8 h of 16 i, to `out`.
+// STORE_ROWS writes rows of sums to `out`: row 16 i + 8 h of the warp is multiplied by SCALE(i, h).
 #if SIZE == 4
-#define PIECE 4 // neighbours that a lane has, those of piece c
+#define PIECE 4 // neighbouring columns in a lane
 #define PIECES(length) ((length) / 16)
 #define COLUMN_OF_PIECE(c) COLUMN_OF_SUM((c) / 2 * 4, (c) % 2)
 #define SUM_OF_PIECE(sum, c, h, e) sum[(c) / 2 * 4 + (e)][2 * (h) + (c) % 2]
@@ -134,8 +134,8 @@ INLINE void store_piece(Out out, ulong to, long step, int columns, const float x
         }                                                                                                                         \
     }
 
-// A kernel goes over its tiles between TRY and UNTIL, which has sums in POISON(sum, columns): in f32 twice, the second time with `exact`
-// true, where a sum is not finite.
+// A kernel goes over its tiles between TRY and UNTIL(POISON(sum, columns) ..). In f32 it does so twice where one of these sums is not finite:
+// the second time `exact` is true.
 #if SIZE == 4
 #define TRY                                                                                                                       \
     __local uint not_finite;                                                                                                      \
@@ -167,12 +167,12 @@ INLINE bool of_any_item(bool x, __local uint *any, uint t)
 #define LANES const uint t = get_local_id(0), lane = t % 32, m = t / 32 * (MT * 16);
 #define RANDOM float scale, float dropped, float rescale, ulong key, ulong stream
 
-// Waits until the tile that was asked for is in local memory, and all work-items have done with the one before.
+// Waits until the copied tile is in local memory and all work-items are done with the previous one.
 #define NEXT_TILE                                                                                                                 \
     WAIT_BUT(0);                                                                                                                  \
-    SHOW;                                                                                                                         \
+    FENCE_WGMMA;                                                                                                                         \
     barrier(CLK_LOCAL_MEM_FENCE);
-// Asks for the tiles of keys and values from key `j` on.
+// Starts the copies of the tiles of keys and values from key `j` on.
 #define FETCH_KEYS(slot, j)                                                                                                       \
     {                                                                                                                             \
         fetch(k_tiles + (slot) * BYTES(OTHER, DK), OTHER, DK, k, k0, &k_by, j, keys, ONE_HEAD, width, t);                         \
@@ -189,7 +189,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     LANES
     SIZES
     TILE_OF_QUERIES((uint)get_group_id(0))
-    ROWS_SEE
+    VISIBLE_KEYS
     const ulong k0 = START(k), v0 = START(v);
     const float power = POWER;
 
@@ -209,11 +209,11 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         float s[MT][NT][4];
         MULTIPLY(s, own, k_tiles + slot * BYTES(OTHER, DK), DK)
         DONE(OTHER, s)
-        if (j0 + OTHER > all_seen)
-            HIDE(s, seen[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
+        if (j0 + OTHER > visible_to_all)
+            HIDE(s, visible[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
         WEIGHTS(weights);
         EACH(i, MT) EACH(h, 2) {
-            // A NaN need not be found here: the sum has it.
+            // fmax may drop a NaN, which then still reaches the sum.
             float next = top[i][h];
             EACH(c, NT) next = fmax(next, fmax(s[i][c][2 * h], s[i][c][2 * h + 1]));
             next = row_max(next);
@@ -264,7 +264,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     LANES
     SIZES
     TILE_OF_QUERIES((uint)get_group_id(0))
-    ROWS_SEE
+    VISIBLE_KEYS
     const ulong k0 = START(k), v0 = START(v);
     const float power = POWER;
 
@@ -273,7 +273,7 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
     fetch(k_tiles, OWN, DV, out, START(out), &out_by, first, rows, queries, value_width, t);
     COMMIT_COPIES;
     WAIT_BUT(0);
-    SHOW;
+    FENCE_WGMMA;
     barrier(CLK_LOCAL_MEM_FENCE);
     float base[MT][2], less[MT][2];
     EACH(i, MT) EACH(h, 2) {
@@ -311,8 +311,8 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
         MULTIPLY(dp, grads, v_tile, DV)
         DONE(OTHER, s)
         DONE(OTHER, dp)
-        if (j0 + OTHER > all_seen)
-            HIDE(s, seen[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
+        if (j0 + OTHER > visible_to_all)
+            HIDE(s, visible[i][r / 2], mask_row[i][r / 2], j0 + 8 * c + COLUMN_OF(r))
         EACH(i, MT) EACH(c, NT) EACH(r, 4) s[i][c][r] = WEIGHT(s[i][c][r], base[i][r / 2]);
         WEIGHTS(weights);
         EACH(i, MT) EACH(h, 2) EACH(c, NT) {
@@ -368,13 +368,13 @@ KERNEL(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mask), OPER
             COMMIT_COPIES;
         }
         const uint q_tile = q_tiles + slot * BYTES(OTHER, DK), grad_tile = grad_tiles + slot * BYTES(OTHER, DV);
-        // The query that is first in its head, of all rows of the tile or of each.
+        // The query of a row, counted in its head; without a division where the tile is of one head.
         const uint head = r0 / queries * queries;
         const bool one_head = r0 + OTHER <= head + queries;
         #define QUERY(row) (one_head ? (row) - head : (row) % queries)
-        // Nothing is hidden where the first query sees the last key of this tile.
-        const uint all_seen = !n.causal ? keys : one_head ? min(QUERY(r0) + 1, keys) : 0;
-        const bool whole = !MASK && r0 + OTHER <= rows && first + OWN <= all_seen;
+        // No masking is needed where the first query attends to the last key of this tile.
+        const uint visible_to_all = !n.causal ? keys : one_head ? min(QUERY(r0) + 1, keys) : 0;
+        const bool whole = !MASK && r0 + OTHER <= rows && first + OWN <= visible_to_all;
         float s[MT][NT][4];
         MULTIPLY(s, own, q_tile, DK)
         DONE(OTHER, s)

@@ -1,13 +1,12 @@
-// Attention by arithmetic in ACC, on every device; comes after attention.cl. TX x TY work-items have MI x NI scores each. DK and DV are
-// multiples of 4 TX; VEC neighbours are loaded at once (as WIDE_T where it is above 1). Every work-item comes to every barrier: loops
-// depend on the group only.
+// Attention computed in ACC, without tensor cores; comes after attention.cl. TX x TY work-items have MI x NI scores each. DK and DV are
+// multiples of 4 TX; VEC neighbours are loaded at once (as WIDE_T where VEC is above 1).
 
 typedef CAT(ACC, 4) FOUR;
 
 #define GROUP (TX * TY)
 #define OWN (TY * MI)
 #define OTHER (TX * NI)
-// Rows in local memory lie 4 apart from multiples of all banks.
+// Rows in local memory are padded by 4 elements, to avoid bank conflicts.
 #define PITCH_K (DK + 4)
 #define PITCH_V (DV + 4)
 #define PITCH_W (OTHER + 4)
@@ -119,7 +118,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
 
     FOUR sum[MI][FOURS_V];
     ACC top[MI], total[MI];
-    uint seen[MI];
+    uint visible[MI];
     ulong mask_row[MI];
     CLEAR(sum, FOURS_V)
     #pragma unroll
@@ -127,7 +126,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         const uint r = first + ty + i * TY;
         top[i] = -INFINITY;
         total[i] = 0;
-        seen[i] = KEYS_SEEN(r);
+        visible[i] = KEYS_OF(r);
         mask_row[i] = MASK && r < rows ? START(mask) + row_at(&mask_by, r, queries) : 0;
     }
     stage(own, PITCH_K, OWN, q, q0, &q_by, first, rows, queries, width, t);
@@ -144,7 +143,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
             #pragma unroll
             for (int j = 0; j < NI; ++j) {
                 const uint column = j0 + tx + j * TX;
-                s[i][j] = column < seen[i] ? SEEN(s[i][j] * scale, mask_row[i] + (long)column * mask_by.column) : -INFINITY;
+                s[i][j] = column < visible[i] ? MASKED(s[i][j] * scale, mask_row[i] + (long)column * mask_by.column) : -INFINITY;
                 largest = fmax(largest, s[i][j]);
             }
             shared[(ty + i * TY) * TX + tx] = largest;
@@ -153,7 +152,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         stage(others, PITCH_V, OTHER, v, v0, &v_by, j0, keys, ONE_HEAD, value_width, t);
         #pragma unroll
         for (int i = 0; i < MI; ++i) {
-            // A NaN need not be found here: the sum has it.
+            // fmax may drop a NaN, which then still reaches the sum.
             ACC next = top[i];
             #pragma unroll
             for (int c = 0; c < TX; ++c)
@@ -175,7 +174,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         ADD_PRODUCT(sum, FOURS_V, PITCH_V)
     }
 
-    // Each work-item has the powers of its own columns.
+    // Each work-item has summed the exponentials of its own columns.
     barrier(CLK_LOCAL_MEM_FENCE);
     #pragma unroll
     for (int i = 0; i < MI; ++i)
@@ -233,7 +232,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
 
     FOUR sum[MI][FOURS_K];
     ACC base[MI], less[MI];
-    uint seen[MI];
+    uint visible[MI];
     ulong mask_row[MI];
     CLEAR(sum, FOURS_K)
     stage(own, PITCH_K, OWN, q, q0, &q_by, first, rows, queries, width, t);
@@ -242,7 +241,7 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
     #pragma unroll
     for (int i = 0; i < MI; ++i) {
         const uint r = first + ty + i * TY;
-        seen[i] = KEYS_SEEN(r);
+        visible[i] = KEYS_OF(r);
         mask_row[i] = MASK && r < rows ? START(mask) + row_at(&mask_by, r, queries) : 0;
         base[i] = BASE(r);
         ACC share = 0;
@@ -280,8 +279,8 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
             #pragma unroll
             for (int j = 0; j < NI; ++j) {
                 const uint column = j0 + tx + j * TX;
-                const bool inside = column < seen[i];
-                const ACC x = inside ? SEEN(s[i][j] * scale, mask_row[i] + (long)column * mask_by.column) : -INFINITY;
+                const bool inside = column < visible[i];
+                const ACC x = inside ? MASKED(s[i][j] * scale, mask_row[i] + (long)column * mask_by.column) : -INFINITY;
                 const ACC kept = KEPT(first + ty + i * TY, column), ds = exp(x - base[i]) * (dp[i][j] * kept - less[i]) * scale;
                 weights[(ty + i * TY) * PITCH_W + tx + j * TX] = inside ? ds : 0;
             }
@@ -324,14 +323,14 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         multiply_rows(s, own, others, PITCH_K, depth, tx, ty);
         #pragma unroll
         for (int j = 0; j < NI; ++j) {
-            const uint r = r0 + tx + j * TX, seen = KEYS_SEEN(r);
+            const uint r = r0 + tx + j * TX, visible = KEYS_OF(r);
             const ulong mask_row = MASK && r < rows ? mask0 + row_at(&mask_by, r, queries) : 0;
             const ACC base = BASE(r);
             #pragma unroll
             for (int i = 0; i < MI; ++i) {
                 const uint column = first + ty + i * TY;
-                const bool inside = column < seen;
-                const ACC x = inside ? SEEN(s[i][j] * scale, mask_row + (long)column * mask_by.column) : -INFINITY;
+                const bool inside = column < visible;
+                const ACC x = inside ? MASKED(s[i][j] * scale, mask_row + (long)column * mask_by.column) : -INFINITY;
                 s[i][j] = inside ? exp(x - base) : 0;
                 weights[(ty + i * TY) * PITCH_W + tx + j * TX] = s[i][j] * KEPT(r, column);
             }
@@ -345,13 +344,13 @@ void attention(OPERAND(In, q), OPERAND(In, k), OPERAND(In, v), OPERAND(Mask, mas
         stage(others, PITCH_K, OTHER, q, q0, &q_by, r0, rows, queries, width, t);
         #pragma unroll
         for (int j = 0; j < NI; ++j) {
-            const uint r = r0 + tx + j * TX, seen = KEYS_SEEN(r);
+            const uint r = r0 + tx + j * TX, visible = KEYS_OF(r);
             const ACC less = r < rows ? delta[delta_at + (ulong)b * rows + r] : 0;
             #pragma unroll
             for (int i = 0; i < MI; ++i) {
                 const uint column = first + ty + i * TY;
                 const ACC kept = KEPT(r, column), ds = s[i][j] * (dp[i][j] * kept - less) * scale;
-                weights[(ty + i * TY) * PITCH_W + tx + j * TX] = column < seen ? ds : 0;
+                weights[(ty + i * TY) * PITCH_W + tx + j * TX] = column < visible ? ds : 0;
             }
         }
         barrier(CLK_LOCAL_MEM_FENCE);

@@ -1,14 +1,13 @@
-// Channels-last copies of images, for products that read windows of them: the channels of each group in one piece, filled up with
-// zeros to whole pieces of 16 bytes, and zeros around the image.
+// Channels-last copies of images, for products that read windows of them. The channels of each group are contiguous and padded with zeros to
+// multiples of 16 bytes; the image is padded with zeros too.
 //
-// Written in front: V, an unsigned type as wide as an element; EACH, elements in 16 bytes; a work-group copies CHANNELS channels of TILE
-// pixels. It reads them along the rows of the image and writes them along the channels; with CONTIGUOUS, where channels are next to each
-// other, it reads them along these.
+// The host gives V, an unsigned type as wide as an element, and EACH, the number of elements in 16 bytes. A work-group transposes a tile of
+// CHANNELS channels by TILE pixels: it reads along rows of the image, or with CONTIGUOUS along channels, and writes along channels.
 
 typedef struct {
-    int rows, cols, before, left; // of the copy, and of them those before the image's first
+    int rows, cols, above, left; // of the copy, and how many of them are padding above and to the left of the image
     int image_rows, image_cols;
-    int groups, channels, filled; // of a group: those of the image, and with zeros
+    int groups, channels, padded; // channels of a group in the image, and with padding
     int unused;
     long from[5]; // strides of the image, in elements: images, groups, channels, rows, columns
     long to[3];   // of the copy: images, groups, pixels
@@ -20,10 +19,10 @@ typedef struct {
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1)))
 void channels_last(const __global V* restrict from, const ulong first, __global uint4* restrict to, const ulong first_to, const sizes s)
 {
-    // Two elements apart from a power of two, so that a column of it is in different banks.
+    // Rows are two elements longer than a power of two, so that a column is spread over different banks.
     __local V tile[CHANNELS][TILE + 2];
     const uint t = get_local_id(0), pixels = (uint)s.rows * s.cols;
-    const uint tiles = (pixels + TILE - 1) / TILE, blocks = ((uint)s.filled + CHANNELS - 1) / CHANNELS;
+    const uint tiles = (pixels + TILE - 1) / TILE, blocks = ((uint)s.padded + CHANNELS - 1) / CHANNELS;
     uint index = get_group_id(0);
     const uint pixel = index % tiles * TILE;
     index /= tiles;
@@ -43,7 +42,7 @@ void channels_last(const __global V* restrict from, const ulong first, __global 
 #else
         const uint c = i / TILE, at = i % TILE;
 #endif
-        const int row = (int)((pixel + at) / s.cols) - s.before, col = (int)((pixel + at) % s.cols) - s.left;
+        const int row = (int)((pixel + at) / s.cols) - s.above, col = (int)((pixel + at) % s.cols) - s.left;
         const bool inside = channel + c < s.channels && (uint)row < s.image_rows && (uint)col < s.image_cols;
         got[e] = inside ? from[(channel + c) * s.from[2] + row * s.from[3] + col * s.from[4]] : 0;
         tile[c][at] = got[e];
@@ -54,7 +53,7 @@ void channels_last(const __global V* restrict from, const ulong first, __global 
         V v[EACH] __attribute__((aligned(16)));
         #pragma unroll
         for (uint u = 0; u < EACH; u++) v[u] = tile[piece * EACH + u][at];
-        if (pixel + at < pixels && channel + piece * EACH < s.filled) {
+        if (pixel + at < pixels && channel + piece * EACH < s.padded) {
             to[((pixel + at) * s.to[2] + channel) / EACH + piece] = *(uint4*)v;
         }
     }

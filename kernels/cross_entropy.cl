@@ -1,9 +1,8 @@
-// Cross-entropy of labels on GPUs, the loss and the gradient in one launch, or in up to three where few long
-// rows are cut in slices. The host gives: A (dtype), B (the losses'), T (the
-// labels'), ACC and ACC_NAME, IDX, WITH_GRAD where the gradient is wanted, GROUP, and what row_blocks.cl asks for, which comes ahead; WHOLE
-// where a block is a whole row. With LAST_GROUP_SUMS the work-group that comes last combines the losses of all. Few long rows
-// are cut in `slices` of `chunk` elements: of each a group with SLICES leaves its largest and its sum, which the lanes of a row take up
-// with COMBINES; with GRADIENTS a group writes the gradient of a slice.
+// Cross-entropy with class labels on GPUs: the loss and its gradient in one launch, or in up to three where few long rows are cut into
+// slices. Comes after row_blocks.cl. The host gives its definitions, and A (dtype), B (the losses' dtype), T (the labels' dtype), ACC and
+// ACC_NAME, IDX, GROUP, WITH_GRAD where the gradient is wanted, and WHOLE where a block is a whole row. With LAST_GROUP_SUMS the last
+// work-group to arrive adds up the losses of all. Slices have `chunk` elements: with SLICES a group writes the maximum and the sum of
+// exponentials of a slice, with COMBINES the lanes of a row combine these, and with GRADIENTS a group writes the gradient of a slice.
 
 #define COUNT_HERE 0
 #define COUNT_ONE 1
@@ -19,8 +18,8 @@
         FOLD(PLUS, v);                                                                                                 \
     }
 
-// Writes the gradient of these: nothing where `scale` is 0.
-static inline void keep(ACC *v, Out grad, ulong at, IDX first, IDX stop, ACC lse, IDX target, ACC scale) {
+// Writes a lane's part of the gradient; zeros where `scale` is 0, even where lse is not finite.
+static inline void write_gradient(ACC *v, Out grad, ulong at, IDX first, IDX stop, ACC lse, IDX target, ACC scale) {
     #pragma unroll
     for (int k = 0; k < KEPT; ++k) {
         const IDX i = first + k / VEC * LANES * VEC + k % VEC;
@@ -56,7 +55,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void row(PARAMETERS)
     __local ACC scratch[GROUP];
 #ifdef SLICES
     ACC m = -INFINITY, s = 0, base = 0;
-    see(x, at, first + lane * VEC, stop, stride, &m, &base, &s);
+    sum_online(x, at, first + lane * VEC, stop, stride, &m, &base, &s);
     COMBINE(most);
     if (lid == 0)
         of_slices[of_slices_at + get_group_id(0)] = (Two)(most, s);
@@ -75,16 +74,16 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void row(PARAMETERS)
     ACC v[KEPT];
     for (IDX i = first + lane * VEC; i < stop; i += BLOCK) {
         fetch(v, x, at, i, stop, stride, -INFINITY);
-        keep(v, grad, grad_at + (ulong)r * n, i, stop, lse, (IDX)target, scale);
+        write_gradient(v, grad, grad_at + (ulong)r * n, i, stop, lse, (IDX)target, scale);
     }
 #endif
 }
 #else
 
 // loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 where the label is `ignore`.
-// The count of labels that are not ignored: 1 with COUNT_ONE (no mean is wanted), counted[0] with COUNT_GIVEN; every group counts
-// all with COUNT_HERE, its own with COUNT_ALONG, which is enough where one group has the sum. With `sums`, group g writes the sum of its
-// losses divided by the count to loss[g]; otherwise every row writes its own.
+// `count` is the number of labels that are not ignored: 1 with COUNT_ONE (no mean is wanted), and counted[0] with COUNT_GIVEN. With
+// COUNT_HERE every group counts all labels, and with COUNT_ALONG those of its rows, which suffices where one group divides the sum. With
+// `sums`, group g writes the sum of its losses divided by the count to loss[g]; otherwise every row's loss is written.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void
 row(PARAMETERS) {
     const IDX rows = (IDX)rows_, n = (IDX)n_;
@@ -100,7 +99,7 @@ row(PARAMETERS) {
             count += LABEL(r) != ignore;
         FOLD_GROUP(count);
     }
-    // Losses are added up in blocks: thousands in one chain would round too often.
+    // Losses are added up in blocks of 64, which keeps rounding errors small.
     ACC total = 0, block = 0;
     uint blocked = 0;
     for (IDX top = group * (GROUP / LANES); top < rows; top += by) {
@@ -125,7 +124,7 @@ row(PARAMETERS) {
         FOLD(PLUS, s);
 #else
         ACC base = 0;
-        see(x, at, lane * VEC, stop, stride, &m, &base, &s);
+        sum_online(x, at, lane * VEC, stop, stride, &m, &base, &s);
         COMBINE(most);
 #endif
 #endif
@@ -150,12 +149,12 @@ row(PARAMETERS) {
 #ifdef WITH_GRAD
         const ACC scale = valid ? 1 / count : 0;
 #ifdef WHOLE
-        keep(v, grad, grad_at + (ulong)r * n, lane * VEC, stop, lse, (IDX)target, scale);
+        write_gradient(v, grad, grad_at + (ulong)r * n, lane * VEC, stop, lse, (IDX)target, scale);
 #else
         ACC v[KEPT];
         for (IDX i = lane * VEC; i < stop; i += BLOCK) {
             fetch(v, x, at, i, stop, stride, -INFINITY);
-            keep(v, grad, grad_at + (ulong)r * n, i, stop, lse, (IDX)target, scale);
+            write_gradient(v, grad, grad_at + (ulong)r * n, i, stop, lse, (IDX)target, scale);
         }
 #endif
 #endif

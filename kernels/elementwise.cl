@@ -1,15 +1,15 @@
-// Elementwise: formulas over positions. Before this the host writes `compute` (the formulas), ARGUMENTS and PARAMETERS (the
-// operands), INDEX (wide enough for every position) and, for one of three forms:
-// - scalar: `element` does one position. PER_ITEM is 1 on processors, where compilers vectorise functions across
-//   work-items; GPUs take several, a work-group apart, to have more loads in flight.
-// - VEC: `elements` does VEC neighbours, with one load and one store an operand; with TAIL `element` does what is left.
-// - TILE: TRANSPOSED operands are contiguous along another dim where the result's are contiguous along the innermost. Tiles of
-//   TILE elements of the one by ACROSS of the other go through local memory, so that both sides are read and written in whole lines; on processors, where a line of
-//   LINE elements is a side of the tile, they are private memory, which is in the cache.
+// Elementwise formulas. The host gives `compute` (the formulas), ARGUMENTS and PARAMETERS (the operands), INDEX (a type wide enough for every
+// position) and, for one of three forms:
+// - scalar: `element` computes one position. PER_ITEM is 1 on processors, where compilers vectorise across work-items; on GPUs a work-item
+//   has several elements, a work-group apart, to have more loads in flight.
+// - VEC: `elements` computes VEC neighbours, with one load and one store per operand; with TAIL `element` computes the rest.
+// - TILE: TRANSPOSED operands are contiguous along another dim than the result. Tiles of TILE elements along the one by ACROSS along the
+//   other go through local memory, so that both sides are accessed in whole lines. On processors the side of a tile is a line of LINE
+//   elements, and tiles are in private memory, which stays in the cache.
 
 #ifdef TILE
 #ifdef LINE
-// One vector of a line; past the cache where all of the result will not fit, for a plain store reads what it overwrites.
+// Loads and stores one vector of a line. Stores are non-temporal where the result exceeds the cache: a plain store reads the line first.
 #define LOAD_LINE(from, to) CAT(vstore, LINE)(CAT(vload, LINE)(0, from), 0, to)
 #if defined(STREAMED) && defined(__has_builtin)
 #if __has_builtin(__builtin_nontemporal_store)
@@ -30,7 +30,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PAR
     TRANSPOSED
     const INDEX group = get_group_id(0);
 #ifdef LINE
-    // The next tile is the next one of what is read.
+    // Consecutive groups have consecutive tiles of the transposed operands.
     const INDEX row = group % down * TILE, column = group / down % across * TILE;
 #else
     const INDEX column = group % across * ACROSS, row = group / across % down * TILE;
@@ -55,7 +55,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PAR
         }
     }
 #else
-    // The columns of a tile have PAD elements more than they need, which spreads them over the banks of local memory.
+    // The columns of a tile are padded by PAD elements, to avoid bank conflicts in local memory.
     #pragma unroll
     for (uint i = get_local_id(0); i < TILE * ACROSS; i += GROUP) {
         const uint c = i / TILE, r = i % TILE;

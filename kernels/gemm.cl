@@ -1,12 +1,12 @@
 // C = epilogue(A B): matrices of any strides, batched, one launch.
 //
-// Written in front of this file: the dtypes A and B, ACC (float, double or ulong, which wraps) they are multiplied and added in, the
-// operands of the epilogue (OPERANDS, OPERAND_OFFSETS and FINISH, which computes and stores one element; of TILED and on tensor cores, where
-// the results are contiguous and aligned, FINISH_WIDE, which does so with WIDE neighbours at once; STORE_SUM where the sums of
-// A's rows are wanted too, for an A that is not contiguous along k), and one of three kernels with its sizes:
+// The host gives the dtypes A and B, and ACC (float, double or ulong, which wraps), in which they are multiplied and added. Of the
+// epilogue it gives OPERANDS, OPERAND_OFFSETS, and FINISH, which computes and stores one element. FINISH_WIDE does so with WIDE
+// neighbours at once, in TILED and on tensor cores, where results are contiguous and aligned. STORE_SUM stores the sum of a row of A, where
+// A is not contiguous along k. One of three kernels is chosen, with its sizes:
 //   TILED  GPUs: a work-group of 256 stages tiles of both matrices in local memory, a work-item owns MI x NI results.
-//   PANEL  CPUs: a work-item owns HEIGHT rows, at most BLOCK, of NV explicit vectors of W; it walks along k in steps of
-//          PANEL_DEPTH, MR rows at a time in registers, without local memory.
+//   PANEL  CPUs: a work-item owns HEIGHT rows, at most BLOCK, of NV explicit vectors of W; it goes along k in steps of
+//          PANEL_DEPTH, with MR rows at a time in registers, without local memory.
 //   DOT    CPUs, where both matrices are contiguous along k: MR x NR results, each a vector of W partial sums.
 // Every number the kernel needs (sizes, offsets, strides, in elements) is an entry of p.v.
 
@@ -43,7 +43,7 @@ static inline long batch_offset(const params p, long z, const int at) {
 #define B_PITCH (TILE_N + 4)
 #define TX (TILE_N / NI)
 #define TY (TILE_M / MI)
-#define SPLIT (THREADS / (TX * TY)) // parts of a k-slice that parts of the work-group take, added up at the end
+#define SPLIT (THREADS / (TX * TY)) // parts of a k-slice, one for each part of the work-group; their sums are added up at the end
 #define ROW_OF(r) ((r) / 4 * (TY * 4) + ty * 4 + (r) % 4)
 #define COL_OF(c) ((c) / 4 * (TX * 4) + tx * 4 + (c) % 4)
 #define A_LOADS (TILE_M * TILE_K / THREADS)
@@ -95,7 +95,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 
     ACC acc[MI][NI], next_a[A_LOADS], next_b[B_LOADS];
 #ifdef STORE_SUM
-    ACC row_sum = 0; // of row t % TILE_M, the elements this work-item fetches
+    ACC row_sum = 0; // of the elements of row t % TILE_M that this work-item fetches
 #endif
     for (int r = 0; r < MI; r++)
         for (int c = 0; c < NI; c++) acc[r][c] = 0;
@@ -110,7 +110,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #endif
         for (int e = 0; e < B_LOADS; e++) bs[B_K(e) * B_PITCH + B_N(e)] = next_b[e];
         barrier(CLK_LOCAL_MEM_FENCE);
-        // The next slices travel while this one is multiplied.
+        // The next slices are fetched while this one is multiplied.
         k0 += TILE_K;
         if (inside && k0 + TILE_K <= DEPTH) { FETCH(false) }
         else if (k0 < DEPTH) { FETCH(true) }
@@ -221,7 +221,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const long tile = get_global_id(0), z = tile / (tiles_m * tiles_n);
     // Work-items that follow each other have the same rows of A, which stay in the cache.
     const long i0 = tile / tiles_n % tiles_m * HEIGHT, first = tile % tiles_n * WIDTH;
-    // The last panel is moved left to be whole; it computes some columns again, and writes its own only.
+    // The last panel is moved left to be whole: it computes some columns twice, and writes only those that are its own.
     const long j0 = max(0L, min(first, COLS - WIDTH));
     const long a0 = p.v[3] + batch_offset(p, z, 9 + BATCH);
     const long b0 = p.v[6] + batch_offset(p, z, 9 + 2 * BATCH) + j0 * B_COL;
@@ -238,7 +238,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     } else
 #endif
     for (long k0 = 0; k0 < depth; k0 += PANEL_DEPTH) {
-        // A panel of B in one piece: where it lies, its rows may be far enough apart to push each other out of the cache.
+        // The panel of B is packed: in place its rows may be so far apart that they evict each other from the cache.
         VEC panel[PANEL_DEPTH][NV];
         const int count = min((long)PANEL_DEPTH, depth - k0);
 #if B_UNIT
@@ -257,7 +257,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         }
         for (int i = 0; i < rows; i += MR) {
 #ifdef CONVERT_A
-            // Not among the multiplications: there a conversion costs more than what it is for.
+            // Converted before the inner loop, where conversions would cost more than the multiplications.
             ACC left[MR][PANEL_DEPTH];
             for (int r = 0; r < MR; r++) {
                 const long from = a0 + (i0 + min(i + r, rows - 1)) * A_ROW + k0 * a_col;
@@ -292,7 +292,7 @@ __kernel void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, 
     const int rows = min((long)MR, ROWS - i0), cols = min((long)NR, COLS - j0);
     const long depth = DEPTH, whole = depth / W * W;
 
-    long row[MR], col[NR]; // past the edge the last one repeats, and is not written
+    long row[MR], col[NR]; // past the edge the last one is repeated, and its results are not written
     VEC acc[MR][NR];
     for (int c = 0; c < NR; c++) col[c] = b0 + (j0 + min(c, cols - 1)) * B_COL;
     for (int r = 0; r < MR; r++) {

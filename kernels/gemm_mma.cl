@@ -1,22 +1,21 @@
-// C = epilogue(A B) on tensor cores, for compilers that take NVIDIA's PTX as inline assembly. Comes after gemm.cl, whose
-// parameters and epilogue this is written to.
+// C = epilogue(A B) on tensor cores, for compilers that take NVIDIA's PTX as inline assembly. Comes after gemm.cl, which defines its
+// parameters and epilogue.
 //
-// A work-group computes TILE_M x TILE_N results. Slices of TILE_K of both matrices travel to local memory by cp.async,
-// AHEAD + 1 ahead, and each of WARPS_M x WARPS_N warps multiplies its part of them by mma.sync, 16 x 8 x 16 at a time;
-// with SM_90A each four warps multiply 64 rows by all columns by wgmma, and fetch the next slices meanwhile. A slice lies
-// in lines along the direction that is contiguous in global memory (along k or across), in chunks of 8 elements that are
-// permuted within their line so that no load meets a bank twice, as wgmma asks for it.
-// WINDOWS: the elements of the right matrix are read where windows over images have them, see windows_mma.cl.
-// ROUNDED, "f16" or "bf16", is written in front where the results are the product and nothing else, RESULT_AT their places.
+// A work-group computes a tile of TILE_M x TILE_N results. Slices of TILE_K of both matrices are copied to local memory by cp.async,
+// AHEAD + 1 slices ahead. Each of WARPS_M x WARPS_N warps multiplies its part of the tile by mma.sync, 16 x 8 x 16 at a time. With SM_90A
+// groups of four warps multiply 64 rows by all columns by wgmma, while the next slices are fetched. The lines of a slice follow
+// the direction that is contiguous in global memory (along k or across). Their chunks of 8 elements are swizzled as wgmma requires,
+// which avoids bank conflicts. WINDOWS: one of the matrices consists of windows over images, see windows_mma.cl.
+// ROUNDED ("f16" or "bf16", with RESULT_AT, the address of a result): the epilogue does nothing but round to this type.
 //
-// PLANES 1: f16 or bf16. PLANES 2 and 3: f32, each x cut into as many bf16 of which the sum is x (three hold all of its
-// 24 bits), and as many products as matter; those of 16 k are added to the rest outside of the tensor core, which
-// truncates its sums.
+// PLANES 1: f16 or bf16. PLANES 2 and 3: f32, where each x is split into as many bf16 whose sum is x (three hold all of its 24 bits), and
+// only the products that matter are computed. Tensor cores truncate their sums: sums over 16 of k (with wgmma over a slice) are added up
+// outside of them.
 
 #ifdef MMA
-// Part `part` of `parts` of a slice of matrix X (A_ or B_), of which `lines` lines of `length` elements exist: this work-item's
-// copies, `step` bytes from one to the next. What is cut afterwards lies in order, for only its own work-item reads it.
-// Copies that are whole eights of lines apart are permuted alike.
+// Copies this work-item's share of part `part` of `parts` of a slice of matrix X (A_ or B_), whose first `lines` lines and `length` elements
+// are inside the matrix; successive copies are `step` bytes apart. Slices of f32 are not swizzled: each work-item reads back only its own
+// copies. Lines that are a multiple of eight apart have the same swizzle.
 #define COPY_AT(X, e)                                                                                                  \
     (BYTES == 4 ? ((e) * THREADS + t) * 16                                                                             \
      : X##LENGTH >= 64 && THREADS / X##CHUNKS % 8 == 0 ? X##FIRST_COPY + (e) * (THREADS / X##CHUNKS) * 128             \
@@ -38,7 +37,7 @@
         }                                                                                                              \
     }
 
-// Where a copy comes from, and whether anything is there; a copy where no edge is near; the first slice's place, and the next ones'.
+// The source address of copy e; whether it is inside the matrix; a copy without bounds checks; the addresses of the first and next slices.
 #ifndef A_FROM
 #define A_FROM(from, step, e) ((from) + (e) * (step))
 #define A_INSIDE(e) true
@@ -65,9 +64,9 @@
 #define RESULT_ROW (wm + mi * 16 + r / 2 * 8 + lane / 4)
 #define RESULT_COL (wn + ni * 8 + lane % 4 * 2 + r % 2)
 
-// What a part of a product leaves there: results, and sums of rows.
+// Floats of a part's partial result in global memory: the tile, and sums of rows.
 #define PARTIAL (TILE_M * TILE_N + TILE_M)
-// Of the results, by four, those that a work-item moves.
+// Pieces of four results that a work-item moves, and the index of piece u.
 #define PIECES (TILE_M * TILE_N / 4 / THREADS)
 #define PIECE ((t + u * THREADS) * 4)
 #define PIECE_OF(results) (__local float4*)(results + PIECE / TILE_N * PITCH + PIECE % TILE_N)
@@ -92,7 +91,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const uint z = BATCH ? index / (tiles_m * tiles_n) : 0, tile = index - z * (tiles_m * tiles_n);
     const uint band = tile / (BAND * tiles_n), in_band = tile % (BAND * tiles_n);
     const uint height = min((uint)BAND, tiles_m - BAND * band);
-    const uint column = height == BAND ? in_band / BAND : in_band / height; // a division by what is not known takes long
+    const uint column = height == BAND ? in_band / BAND : in_band / height; // dividing by a constant is faster
     const long i0 = (long)(BAND * band + in_band - column * height) * TILE_M, j0 = (long)column * TILE_N;
     const int rows = min(ROWS - i0, (long)TILE_M), cols = min(COLS - j0, (long)TILE_N);
 #ifdef PARTS
@@ -101,7 +100,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const int depth = DEPTH;
 #endif
 
-    // Bytes between lines, from one of this work-item's copies to the next, and from slice to slice.
+    // Strides in bytes: between lines, between this work-item's copies, and between slices.
     const long line_a = (A_ALONG_K ? A_ROW : A_COL) * BYTES, line_b = (B_ALONG_K ? B_COL : B_ROW) * BYTES;
     const long step_a = THREADS / A_CHUNKS * line_a, step_b = THREADS / B_CHUNKS * line_b;
     const long next_a = TILE_K * (A_ALONG_K ? BYTES : line_a), next_b = TILE_K * (B_ALONG_K ? BYTES : line_b);
@@ -110,7 +109,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     ulong from_a = start_a, from_b = start_b;
     FIRST_A
     FIRST_B
-    int left = depth; // of k, not yet fetched
+    int left = depth; // how much of k is not yet fetched
     const uint first_copy_a = chunk_at(t / A_CHUNKS, t % A_CHUNKS, A_LINES, A_LENGTH);
     const uint first_copy_b = chunk_at(t / B_CHUNKS, t % B_CHUNKS, B_LINES, B_LENGTH);
 
@@ -143,14 +142,14 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const uint slices_b = (fetched + A_FETCHED) / 16;
     for (int k = 0; k < depth; k += TILE_K) {
         WAIT_BUT(AHEAD);
-        SHOW;
+        FENCE_WGMMA;
         barrier(CLK_LOCAL_MEM_FENCE);
         const uint at_a = slices_a + slot * (FETCHED / 16), at_b = slices_b + slot * (FETCHED / 16);
         BEGIN_MULTIPLY;
         #pragma unroll
         for (uint s = 0; s < STEPS; s++) MULTIPLY(acc[0], DESCRIBE(A_, at_a, s * 16), DESCRIBE(B_, at_b, s * 16), 1);
         END_MULTIPLY;
-        // Into the slot of the slice before last, which everyone has multiplied.
+        // Into the slot of the slice before last, which all warps have finished multiplying.
         FETCH_PART(free, 0, 1)
         NEXT_SLICE
         NEXT_SLOT(free)
@@ -187,18 +186,18 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
             for (uint i = 0; i < MT; i++) {
                 #pragma unroll
                 for (uint j = 0; j < NT; j++) {
-                    const uint c = i % 2 ? NT - 1 - j : j; // there and back, so that neighbours share a fragment
+                    const uint c = i % 2 ? NT - 1 - j : j; // back and forth, so that successive products share a fragment
                     mma(acc[i][c], fa[s % 2][i], fb[s % 2][c / 2] + c % 2 * 2);
                 }
             }
         }
     }
 #else
-    // Copies of this work-item, cut into the planes `at`.
+    // Splits copies of this work-item into planes of bf16, in buffer `at` (0 or 1) of the planes.
 #define CUT_TO(X, e)                                                                                                   \
     chunk_at(t / X##CHUNKS + (e) * (THREADS / X##CHUNKS), t % X##CHUNKS / 2, X##LINES, X##LENGTH) + t % X##CHUNKS % 2 * 8
 #ifdef STORE_SUM
-    // Of four neighbouring rows, the elements that this work-item cuts.
+    // Sums of the elements that this work-item splits, for each of its four neighbouring rows.
     float row_sum[4] = {0, 0, 0, 0};
 #define ADD_ROWS(e, there) if (e < A_COPIES && (there)) for (uint i = 0; i < 4; i++) row_sum[i] += as_float(x[e][i]);
 #else
@@ -219,7 +218,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     CUT_COPIES(0, COPIES, 0, 0, true)
 #ifdef SM_90A
     const uint group = warp / 4;
-    SHOW;
+    FENCE_WGMMA;
     barrier(CLK_LOCAL_MEM_FENCE);
     const uint slices_a = (planes + group * (A_ALONG_K ? 64 * TILE_K * 2 : A_LINES * 128)) / 16;
     const uint slices_b = (planes + A_PLANE) / 16;
@@ -245,9 +244,9 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         NEXT_SLOT(free)
         NEXT_SLOT(slot)
         WAIT_BUT(AHEAD);
-        // The next slice is cut while this one is multiplied.
+        // The next slice is split while this one is multiplied.
         CUT_COPIES(0, COPIES, slot, 1 - now, k + TILE_K < depth)
-        SHOW;
+        FENCE_WGMMA;
         MULTIPLIED_BUT(0, sum);
         #pragma unroll
         for (uint j = 0; j < NT; j++) {
@@ -279,7 +278,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
                 uint fb[PLANES][4];
                 #pragma unroll
                 for (uint q = 0; q < PLANES; q++) load_b(fb[q], at + q * PLANE + A_PLANE, wn + j * 8, s * 16, lane);
-                // The next slice is cut while this one is multiplied.
+                // The next slice is split while this one is multiplied.
                 const uint group = s * (NT / 2) + j / 2;
                 CUT_COPIES(COPIES * group / GROUPS, COPIES * (group + 1) / GROUPS, slot, 1 - now, k + TILE_K < depth)
                 #pragma unroll
@@ -309,7 +308,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     }
 #endif
 
-    // An infinity cut in planes, and a sum that overflows, give NaN where f32 may not: such tiles are computed again, in f32.
+    // An infinity split into planes, or a sum that overflows, gives NaN where f32 may not: such tiles are computed again in f32.
     __local uint again;
     float poison = 0;
     EACH_RESULT poison += RESULT * 0;
@@ -349,8 +348,8 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #endif
 
 #ifdef ROUNDED
-    // Each warp stages its 16 rows in one of the two slots (of four) that the last slices are not in, and waits for no other; in
-    // small slots all wait, and stage one after another.
+    // Each warp stages its 16 rows in one of the two slots (of four) that do not hold the last slices, without waiting for other warps.
+    // Where a slot is too small, all warps wait, and their rows are staged one after another in memory.
 #if FETCHED < 64 * ROUNDED_PITCH
     barrier(CLK_LOCAL_MEM_FENCE);
     const uint staged = fetched + warp * (16 * ROUNDED_PITCH);
@@ -386,7 +385,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     WAIT_BUT(0);
     barrier(CLK_LOCAL_MEM_FENCE);
 #ifdef STORE_SUM
-    float sum = 0; // of row t
+    float sum = 0; // the sum of row t
     if (j0 == 0) {
         #pragma unroll
         for (uint i = 0; i < 4; i++) results[t * 4 + i] = row_sum[i];
@@ -412,7 +411,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     barrier(CLK_LOCAL_MEM_FENCE);
 
 #ifdef PARTS
-    // Every part goes to global memory; the work-group that finds all others there adds them up, in their order.
+    // Split-k: every part goes to global memory; the work-group that arrives last adds up all parts, in their order.
     __local uint others;
     __global float* all = partial + FIRST_PARTIAL + (ulong)index * PARTS * PARTIAL;
     #pragma unroll
@@ -441,7 +440,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     #pragma unroll 4
 #endif
     for (uint s = 0; s < parts; s++) {
-        // Many of them at once: each takes long to come.
+        // Many loads are in flight at once, to hide their latency.
         #pragma unroll
         for (uint u = 0; u < PIECES; u++) {
             if (PIECE / TILE_N < rows) total[u] += *(__global float4*)(all + s * PARTIAL + PIECE);

@@ -1,18 +1,18 @@
-// C = epilogue(A B) on GPUs where A has few rows, MR, comes after gemm.cl: every element of B is read once, VEC neighbours along its
-// contiguous direction at a time (bits of type WIDE_B), LANES work-items along k for each of WIDTH columns or groups of VEC
-// columns. What a lane adds up, a tree joins. WIDE_A: the same of A where its rows lie along k, too.
-// Where there are few columns, PARTS groups share them, each PART_DEPTH of k; the last of them adds up what the others left.
+// C = epilogue(A B) on GPUs where A has few rows, MR. Comes after gemm.cl. Every element of B is read once, VEC neighbours along its
+// contiguous direction at a time, as WIDE_B; with WIDE_A A is read so too, where both are contiguous along k. LANES work-items share
+// each of WIDTH columns, or groups of VEC columns, and a tree reduction adds up their partial sums. With PARTS (split-k) as many
+// work-groups share a tile, each with PART_DEPTH of k; the last to arrive adds up the parts.
 
 #define THREADS (LANES * WIDTH)
 #define OWN (B_ALONG_K ? 1 : VEC)     // columns of a work-item
-#define ALONG (B_ALONG_K ? VEC : 1) // elements of a column that it loads at once
+#define ALONG (B_ALONG_K ? VEC : 1)   // elements of a column that a work-item loads at once
 #define COLUMNS (WIDTH * OWN)
 #define LANE (B_ALONG_K ? t % LANES : t / WIDTH)
 #define COLUMN (B_ALONG_K ? t / LANES : t % WIDTH)
 #define NEXT_LANE (B_ALONG_K ? 1 : WIDTH)
-#define AT_ONCE (MR > 1 ? 4 : 8) // loads of B on their way to a work-item
+#define AT_ONCE (MR > 1 ? 4 : 8) // loads of B in flight per work-item
 
-// Element j of the VEC that were loaded at once, computed in ACC. Halves are taken out of words: compilers would load pieces of 8 bytes.
+// Element j of a vector load, as ACC. Halves are extracted from words: else compilers split the load into pieces of 8 bytes.
 typedef union { WIDE_B bits; CAT(B, _t) each[VEC]; uint word[(sizeof(WIDE_B) + 3) / 4]; } RightLoad;
 #define OF(T, loaded, j)                                                                                               \
     ((ACC)CAT(from_, T)(sizeof(CAT(T, _t)) == 2 && VEC > 1 ? (CAT(T, _t))((loaded).word[(j) / 2] >> (j) % 2 * 16) : (loaded).each[j]))
@@ -28,7 +28,7 @@ typedef union { WIDE_A bits; CAT(A, _t) each[VEC]; uint word[(sizeof(WIDE_A) + 3
 #define LOAD_LEFT(count, r)
 #endif
 
-// What `count` loads of B add to the sums.
+// Multiplies `count` loads of B by their elements of A and adds the products to the accumulators.
 #define TAKE(count)                                                                                                    \
     {                                                                                                                  \
         RightLoad right[count];                                                                                        \
@@ -44,7 +44,7 @@ typedef union { WIDE_A bits; CAT(A, _t) each[VEC]; uint word[(sizeof(WIDE_A) + 3
         at_b += count * step_b;                                                                                        \
     }
 
-// Adds up what the lanes of a column have, `own`, and does STORE with each column e of the group and its `sum`.
+// Adds up the partial sums `own` of each column's lanes, and runs STORE for each column e of the group and its `sum`.
 #define JOIN(own, STORE)                                                                                               \
     {                                                                                                                  \
         barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
@@ -90,9 +90,9 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     for (int r = 0; r < MR; r++) JOIN(acc[r], STORE_RESULT)
 #else
     __local uint others;
-    __global ACC* left_by = partial + FIRST_PARTIAL + group * PARTS * (MR * COLUMNS);
+    __global ACC* parts_of_group = partial + FIRST_PARTIAL + group * PARTS * (MR * COLUMNS);
     #pragma unroll
-    for (int r = 0; r < MR; r++) JOIN(acc[r], left_by[(part * MR + r) * COLUMNS + e] = sum;)
+    for (int r = 0; r < MR; r++) JOIN(acc[r], parts_of_group[(part * MR + r) * COLUMNS + e] = sum;)
     barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);
     if (t == 0) {
         FENCE;
@@ -106,7 +106,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         ACC all[OWN];
         for (int j = 0; j < OWN; j++) all[j] = 0;
         for (long s = lane; s < PARTS; s += LANES)
-            for (int j = 0; j < OWN; j++) all[j] += left_by[(s * MR + r) * COLUMNS + COLUMN * OWN + j];
+            for (int j = 0; j < OWN; j++) all[j] += parts_of_group[(s * MR + r) * COLUMNS + COLUMN * OWN + j];
         JOIN(all, STORE_RESULT)
     }
     barrier(CLK_LOCAL_MEM_FENCE); // see FENCE

@@ -1,12 +1,11 @@
-// What `gemm_mma.cl` is made of beside `mma.cl`: the sizes of its tiles, loads of fragments, f32 cut into planes of bf16, and wgmma (with
-// SM_90A). Comes between the two.
+// Comes between mma.cl and gemm_mma.cl: sizes of tiles, loads of fragments, f32 split into planes of bf16, and with SM_90A wgmma.
 
 #ifdef MMA
 #define THREADS (32 * WARPS_M * WARPS_N)
 #define STEPS (TILE_K / 16)
 #define MT (TILE_M / WARPS_M / 16)
 #define NT (TILE_N / WARPS_N / 8)
-// Lines, elements in one, 16-byte copies in one, copies that a work-item makes of a slice.
+// Of a slice: its lines, elements of a line, 16-byte chunks of a line, and copies by each work-item.
 #define A_LINES (A_ALONG_K ? TILE_M : TILE_K)
 #define B_LINES (B_ALONG_K ? TILE_N : TILE_K)
 #define A_LENGTH (A_ALONG_K ? TILE_K : TILE_M)
@@ -15,7 +14,7 @@
 #define B_CHUNKS (B_LENGTH * BYTES / 16)
 #define A_COPIES (A_LINES * A_CHUNKS / THREADS)
 #define B_COPIES (B_LINES * B_CHUNKS / THREADS)
-// Bytes of a slice as it is fetched and, two of them, of its planes.
+// Bytes of a slice as it is fetched (FETCHED), of one of its planes (PLANE), and of two buffers of all planes (CUT).
 #define A_FETCHED (TILE_M * TILE_K * BYTES)
 #define FETCHED ((TILE_M + TILE_N) * TILE_K * BYTES)
 #define A_PLANE (TILE_M * TILE_K * 2)
@@ -23,9 +22,9 @@
 #define CUT (BYTES == 4 ? 2 * PLANES * PLANE : 0)
 #define PITCH (TILE_N + 8)
 #define RESULTS (TILE_M * PITCH * 4)
-#define FIRST (AHEAD + 1) // slices that are asked for at first
+#define FIRST (AHEAD + 1) // slices that are fetched before the loop
 
-// 16 rows of A from m on and 16 of k from k on; the same of 16 columns of B from n on.
+// Loads the fragment of A of 16 rows from m on and 16 of k from k on; load_b that of 16 columns of B from n on.
 static inline void load_a(uint f[4], uint slice, uint m, uint k, uint lane)
 {
 #if A_ALONG_K
@@ -43,7 +42,7 @@ static inline void load_b(uint f[4], uint slice, uint n, uint k, uint lane)
 #endif
 }
 
-// Four f32, and their planes of bf16. Infinity leaves NaN: see below.
+// load_words loads four f32, and cut stores their planes of bf16. The later planes of an infinity are NaN: gemm_mma.cl handles this.
 static inline void load_words(uint x[4], uint from)
 {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
@@ -64,7 +63,7 @@ static inline void cut(uint x[4], uint to, const uint plane)
 #ifdef SM_90A
 #define REGISTERS(d) CAT(REGISTERS_, TILE_N)(d)
 
-// Where 16 of k from k on begin, in units of 16 bytes (a slice's first are at `from`), and how the lines lie.
+// The descriptor for wgmma of 16 of k from k on, in a slice that begins at `from` (in units of 16 bytes): address, strides and swizzle.
 #define DESCRIBE(X, from, k)                                                                                           \
     ((ulong)((uint)(X##ALONG_K ? X##LENGTH : 64)                                                                       \
              | (uint)(X##ALONG_K && X##LENGTH == 32 ? 2 : X##ALONG_K && X##LENGTH == 16 ? 3 : 1) << 30) << 32          \
@@ -75,7 +74,7 @@ static inline void cut(uint x[4], uint to, const uint plane)
 #define MULTIPLIED_BUT(n, d) asm volatile(WAIT_MULTIPLIED(n) : REGISTERS(d))
 
 #ifdef ROUNDED
-// Bytes between rows of results that are staged.
+// Bytes between rows of staged results.
 #define ROUNDED_PITCH (TILE_N * 2 + 16)
 static inline uint rounded(float low, float high)
 {
@@ -84,7 +83,7 @@ static inline uint rounded(float low, float high)
     return both;
 }
 
-// Four matrices of 8 x 8 as wgmma leaves them: each row to where the lane of its number says.
+// Stores four matrices of 8 x 8 from the layout of wgmma's accumulators. Lane i gives the address of row i % 8 of matrix i / 8.
 static inline void store_matrices(uint to, uint a, uint b, uint c, uint d)
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)

@@ -1,12 +1,11 @@
-// Images of four channels a pixel. A tensor [n, c, h, w] is an image of ceil(c / 4) * w by n * h pixels: channels in fours, the
-// blocks of four side by side (NC4HW4). A filter, [1, o, taps, c], is one of c by ceil(o / 4) * taps: FILTER puts the blocks one
-// below the other. Channels past the last are zeros. The host gives the name of one kernel, A (a dtype of f32, f16 or bf16), and
-// for those of windows what window.cl asks for.
+// OpenCL images with four channels per pixel. A tensor [n, c, h, w] is an image of ceil(c / 4) * w by n * h pixels, where blocks of four
+// channels are side by side (NC4HW4). A filter, [1, o, taps, c], is an image of c by ceil(o / 4) * taps: with FILTER blocks are one below
+// the other. Channels are padded with zeros. The host gives the name of one kernel and A (f32, f16 or bf16).
 
 #define LOAD CAT(load_, A)
 #define STORE CAT(CAT(store_, A), _F32)
 
-// Pixels are read by their coordinates. Nothing is read outside of a tensor's own: an image may be larger than that.
+// Unnormalised coordinates. Kernels check bounds themselves, because an image may be larger than the tensor in it.
 __constant sampler_t PIXEL = CLK_NORMALIZED_COORDS_FALSE | CLK_ADDRESS_NONE | CLK_FILTER_NEAREST;
 
 // Sizes and strides of a tensor.
@@ -15,10 +14,10 @@ typedef struct {
     long strides[4];
 } Tensor4;
 
-// Channels in fours.
+// Blocks of four channels.
 #define BLOCKS(c) (((c) + 3) / 4)
 
-// Takes the last part of an index off.
+// The index in the innermost dim, of `size`; *i becomes the index in the outer dims.
 static inline int next(int *i, int size)
 {
     const int part = *i % size;
@@ -75,7 +74,7 @@ __kernel void image(__read_only image2d_t x, __global CAT(A, _t) *y, ulong y_at,
 #endif
 
 #ifdef ELEMENTWISE
-// IMAGES: the parameters of the inputs. READ: their pixels at `at`, x0 and so on. CALL(q): the formula of channel q into `o`.
+// IMAGES declares the inputs' parameters. READ loads their pixels at `at` into x0, x1 .. CALL(q) computes the formula for channel q into `o`.
 __kernel void image(IMAGES __global CAT(A, _t) *y, ulong y_at, Tensor4 t SCALARS)
 {
     int i = (int)get_global_id(0);
@@ -94,8 +93,8 @@ __kernel void image(IMAGES __global CAT(A, _t) *y, ulong y_at, Tensor4 t SCALARS
 #endif
 
 #ifdef PRODUCT
-// [m, k] times an image of [1, n, k, 1]: four rows and four columns a work-item.
-// EXTRAS, SCALARS: parameters of the epilogue, CALL(value, i, j): its result into `o`.
+// A matrix [m, k] times an image of [1, n, k, 1]: a work-item computes four rows and four columns.
+// EXTRAS and SCALARS are parameters of the epilogue, and CALL(value, i, j) writes its result to `o`.
 __kernel void image(__global const CAT(A, _t) *a, ulong a_at, __read_only image2d_t b, __global CAT(Y, _t) *y, ulong y_at,
                     int m, int n, int k, long a_row, long a_col, long y_row, long y_col EXTRAS SCALARS)
 {
@@ -125,7 +124,7 @@ __kernel void image(__global const CAT(A, _t) *a, ulong a_at, __read_only image2
 #endif
 
 #if defined(CONVOLUTION) || defined(DEPTHWISE)
-// Rows and columns of images, taps and windows, and where windows begin.
+// Sizes and steps of images, taps and windows, as pairs of rows and columns.
 typedef struct {
     int n, c, o;
     int image[2], taps[2], grid[2], stride[2], padding[2], dilation[2];

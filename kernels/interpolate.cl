@@ -1,16 +1,16 @@
-// Images of other sizes: elements of a result picked, or mixed of their neighbours, in rows, columns or both. The host gives A (dtype)
-// with ACC and ACC_NAME, IDX, INT (int where places fit), ROWS and COLUMNS, which are 1 where rows or columns are mixed, and
-// TRANSPOSED for gradients. A work-item owns an element of a contiguous result, or VEC neighbours of a row
-// where it is no gradient, and has no part in another's, so there are no atomics and the bits are the same on every run. DENSE: the
-// elements of a row of what is read are neighbours, too.
+// Resizing of images: nearest or linear interpolation in rows, columns or both. The host gives A (dtype) with ACC and ACC_NAME, IDX, INT (int
+// where positions fit), ROWS and COLUMNS, which are 1 where rows or columns are interpolated linearly, and TRANSPOSED for gradients.
+// A work-item computes an element of a contiguous result, or without TRANSPOSED VEC neighbours of a row. It only gathers, so that
+// there are no atomics and results are reproducible. DENSE: rows of the input are contiguous.
 
-// Element o of `to` is at (scale * o + shift) / unit among `from`, not below 0. A step is `whole` units and a rest.
+// Element o of `to` results has the position (scale * o + shift) / unit among `from` inputs, not below 0. `whole` is scale / unit, rounded
+// down. Kernels compute with positions in units, which are whole numbers.
 typedef struct {
     long from, to, scale, shift, unit, whole;
-} Places;
+} Samples;
 
 typedef struct {
-    Places rows, columns;
+    Samples rows, columns;
     // Channels, and strides of what is read: n, c, rows, columns.
     long c, x[4];
 } Images;
@@ -23,25 +23,25 @@ typedef struct {
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 #define TO CAT(CAT(CAT(to_, A), _), ACC_NAME)
 
-// Where element o lies, in units.
-static inline INT place(const Places *p, INT o) {
+// The position of element o, in units.
+static inline INT position(const Samples *p, INT o) {
     return max((INT)p->scale * o + (INT)p->shift, (INT)0);
 }
 
-// The element before the place of element o, -1 where that is below 0, and the units between them.
-static inline INT before(const Places *p, INT o, INT *rest) {
-    // No place is a whole unit below 0.
+// The input before the position of element o (-1 where the position is below 0), and the distance from it in units.
+static inline INT before(const Samples *p, INT o, INT *rest) {
+    // One element is added and taken off again: positions are above -1, and division must not see a negative number.
     const INT unit = (INT)p->unit, at = (INT)p->scale * o + (INT)p->shift + unit, behind = at / unit;
     *rest = at - behind * unit;
     return behind - 1;
 }
 
-// The share that the element behind the place has.
-static inline ACC share_behind(const Places *p, INT low, INT rest) {
+// The weight of the input behind the position.
+static inline ACC weight_behind(const Samples *p, INT low, INT rest) {
     return low < 0 ? (ACC)0 : (ACC)rest / (ACC)(INT)p->unit;
 }
 
-// The nearer element first, so that both ends are exact, and the share of the other one.
+// Puts the nearer input first, so that both ends are exact, and makes `share` the weight of the other.
 #define NEARER_FIRST(T, a, b, share)                                                                                   \
     if (share >= (ACC)0.5f) {                                                                                          \
         const T nearer = b;                                                                                            \
@@ -54,23 +54,23 @@ static inline ACC mixed(ACC a, ACC b, ACC share) {
     return a + share * (b - a);
 }
 
-// The first element of the result that lies at k or behind it.
-static inline INT first(const Places *p, INT k) {
+// The first element of the result whose position is at least k.
+static inline INT first(const Samples *p, INT k) {
     const INT wanted = (INT)p->unit * k - (INT)p->shift, scale = (INT)p->scale;
     if (k <= 0 || (scale != 0 && wanted <= 0))
         return 0;
     return scale == 0 ? (INT)p->to : min((wanted + scale - 1) / scale, (INT)p->to);
 }
 
-// The share that element o of the result has of element j, one of the two that it lies between.
-static inline ACC share_of(const Places *p, INT o, INT j) {
-    const INT unit = (INT)p->unit, beside = place(p, o) - j * unit;
+// The weight of input j, one of the two neighbours of element o, in this element.
+static inline ACC weight_of(const Samples *p, INT o, INT j) {
+    const INT unit = (INT)p->unit, beside = position(p, o) - j * unit;
     if (beside > 0 && j == (INT)p->from - 1)
         return 1;
     return (ACC)min(unit - beside, unit + beside) / (ACC)unit;
 }
 
-// Row or column k of a contiguous [n, c, rows, columns] result.
+// The column v, row h and channel c of a work-item's element in a contiguous [n, c, rows, columns] result.
 #define POSITION(height, width)                                                                                        \
     const IDX p = (IDX)get_global_id(0);                                                                               \
     if (p >= (IDX)count)                                                                                               \
@@ -89,15 +89,15 @@ __kernel void interpolate(__global const CAT(A, _t) *x, ulong x_at, __global CAT
     for (INT i = first(&w.rows, h - ROWS); i < bottom; ++i) {
         ACC row = 0;
         for (INT j = left; j < right; ++j)
-            row += COLUMNS ? share_of(&w.columns, j, v) * X(i, j) : X(i, j);
-        sum += ROWS ? share_of(&w.rows, i, h) * row : row;
+            row += COLUMNS ? weight_of(&w.columns, j, v) * X(i, j) : X(i, j);
+        sum += ROWS ? weight_of(&w.rows, i, h) * row : row;
     }
     STORE(y, y_at + p, sum);
 #else
-    // Of the first neighbour; the others' places follow without divisions.
+    // Divides once, for the first of VEC neighbours; the positions of the others follow by additions.
     POSITION(w.rows.to, w.columns.to / VEC);
     INT down_rest, rest, low = before(&w.rows, h, &down_rest);
-    ACC down = ROWS ? share_behind(&w.rows, low, down_rest) : 0;
+    ACC down = ROWS ? weight_behind(&w.rows, low, down_rest) : 0;
     const INT top = max(low, (INT)0), unit = (INT)w.columns.unit;
     ulong upper = x_at + (long)top * w.x[2], lower = x_at + (long)min(top + 1, (INT)w.rows.from - 1) * w.x[2];
     NEARER_FIRST(ulong, upper, lower, down)
@@ -110,7 +110,7 @@ __kernel void interpolate(__global const CAT(A, _t) *x, ulong x_at, __global CAT
     #pragma unroll
     for (uint k = 0; k < VEC; ++k) {
         long a = max(low, (INT)0), b = min((INT)a + 1, (INT)w.columns.from - 1);
-        ACC across = COLUMNS ? share_behind(&w.columns, low, rest) : 0;
+        ACC across = COLUMNS ? weight_behind(&w.columns, low, rest) : 0;
         NEARER_FIRST(long, a, b, across)
 #ifndef DENSE
         a *= w.x[3];
@@ -128,7 +128,7 @@ __kernel void interpolate(__global const CAT(A, _t) *x, ulong x_at, __global CAT
         }
     }
 #if VEC > 1
-    // As words: compilers store vectors of shorter elements in two pieces.
+    // Stored as words: compilers split stores of vectors of shorter elements in two.
     *(__global uint4 *)(y + y_at + (ulong)p * VEC) = (uint4)(made.word[0], made.word[1], made.word[2], made.word[3]);
 #else
     y[y_at + p] = made.each[0];

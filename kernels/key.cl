@@ -1,6 +1,6 @@
-// Comes before sort.cl and select.cl: unsigned numbers that order as elements do. -0 and 0 are equal, NaN is above everything.
-// The host gives KEY_F32, KEY_F64, KEY_I64 or KEY_I32 (what A computes in; integers of at most four bytes), LOWEST (the least
-// of those, as uint) and DESCENDING.
+// Comes before sort.cl and select.cl: unsigned keys that order as the elements do. -0 and 0 are equal, NaN is above everything.
+// The host gives KEY_F32, KEY_F64, KEY_I64 or KEY_I32 (the type that A computes in; I32 for integers of at most four bytes), LOWEST
+// (the smallest of these integers, as uint) and DESCENDING.
 
 #ifdef KEY_F32
 typedef uint Key;

@@ -1,13 +1,13 @@
 // Fills and copies, sixteen bytes a work-item.
 
-// The pattern over and over, from the `first`-th sixteen bytes on.
+// Fills `count` units of sixteen bytes with the pattern, from unit `first` on.
 __kernel void fill(__global uint4* y, const ulong first, const uint4 pattern, const ulong count)
 {
     const ulong i = get_global_id(0);
     if (i < count) y[first + i] = pattern;
 }
 
-// `bytes` bytes; both first bytes are the first of sixteen.
+// Copies `bytes` bytes; both ranges begin at units of sixteen bytes.
 __kernel void copy(__global const uint4* x, const ulong x_first, __global uint4* y, const ulong y_first,
                    const ulong bytes)
 {

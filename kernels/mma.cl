@@ -1,19 +1,19 @@
-// Tensor cores by PTX as inline assembly: tiles in local memory are filled by cp.async, fragments of them loaded by ldmatrix and
-// multiplied by mma.sync. Comes before the kernels that are made of it; MMA is the type of the matrices, "f16" or "bf16".
+// Tensor core instructions as inline PTX: cp.async fills tiles in local memory, ldmatrix loads fragments of them, mma.sync multiplies them.
+// Comes before the kernels that use it; MMA is the type of the matrices, "f16" or "bf16".
 
 #ifdef MMA
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
 #define WAIT_BUT(n) asm volatile("cp.async.wait_group " TEXT(n) ";")
 
-// Where a chunk of 8 elements lies, in bytes: lines longer than 64 elements are folded into slabs of 64.
+// The swizzled offset in bytes of a chunk of 8 elements. Lines of more than 64 elements are cut into slabs of 64.
 static inline uint chunk_at(uint line, uint chunk, const uint lines, const uint length)
 {
     if (length >= 64) return (chunk / 8 * lines * 8 + line * 8 + (chunk % 8 ^ (line & 7))) * 16;
     return (line * (length / 8) + (chunk ^ (length == 32 ? line >> 1 & 3 : line >> 2 & 1))) * 16;
 }
 
-// 16 bytes to local memory, in pieces of `size`.
+// Copies 16 bytes to local memory, in pieces of `size`.
 static inline void copy_whole(uint to, ulong from, const int size)
 {
     if (size == 16) {
@@ -27,13 +27,13 @@ static inline void copy_whole(uint to, ulong from, const int size)
     }
 }
 
-// All 16 at once, or zeros.
+// Copies 16 bytes at once, or writes zeros.
 static inline void copy_inside(uint to, ulong from, bool inside)
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
 }
 
-// The first `bytes` of them, the others 0: three times the instructions, for edges.
+// Copies the first `bytes` of 16 and writes zeros after them. For edges: it takes three times the instructions.
 static inline void copy_part(uint to, ulong from, const int size, int bytes)
 {
     #pragma unroll
@@ -50,7 +50,7 @@ static inline void copy_part(uint to, ulong from, const int size, int bytes)
                  : "=r"((f)[0]), "=r"((f)[1]), "=r"((f)[2]), "=r"((f)[3])                                              \
                  : "r"(from))
 
-// c += a b. Read-write operands: separate ones would be read before a loop that is unrolled.
+// c += a b. The operands are read-write: separate input operands would be read before an unrolled loop.
 static inline void mma(float c[4], const uint a[4], const uint b[2])
 {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA "." MMA ".f32 "
@@ -60,8 +60,8 @@ static inline void mma(float c[4], const uint a[4], const uint b[2])
 }
 
 #ifdef SM_90A
-// wgmma: four warps multiply 64 rows by N columns, straight from local memory. The target the compiler builds for has no such
-// instruction: it sees comments, which the host opens in what has been compiled.
+// wgmma: four warps multiply 64 rows by N columns, straight from local memory. OpenCL's compiler targets an architecture without this
+// instruction. It is therefore in PTX comments ("//@"), which the host uncomments in the compiled PTX.
 #define TEN(tens) "%" tens "0, %" tens "1, %" tens "2, %" tens "3, %" tens "4, %" tens "5, %" tens "6, %" tens "7, %" tens "8, %" tens "9, "
 #define NAMES_64 TEN("") TEN("1") TEN("2") "%30, %31"
 #define NAMES_128 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5") "%60, %61, %62, %63"
@@ -74,7 +74,7 @@ static inline void mma(float c[4], const uint a[4], const uint b[2])
 #define REGISTERS_64(d) F32(d, 0)
 #define REGISTERS_128(d) F64(d, 0)
 #define REGISTERS_256(d) F64(d, 0), F64(d, 16)
-// The operands after the sums: whether to add to them, and both matrices as descriptors, or the left one as four words of halves.
+// The operands after the accumulators: whether to add to these, then both matrices as descriptors, or the left one as four registers.
 #define ADD_64 "%32"
 #define ADD_128 "%64"
 #define ADD_256 "%128"
@@ -98,7 +98,7 @@ static inline void mma(float c[4], const uint a[4], const uint b[2])
 #define BEGIN_MULTIPLY asm volatile("//@ wgmma.fence.sync.aligned;")
 #define END_MULTIPLY asm volatile("//@ wgmma.commit_group.sync.aligned;")
 #define WAIT_MULTIPLIED(n) "//@ wgmma.wait_group.sync.aligned " #n ";"
-// What was written to local memory is seen by wgmma.
-#define SHOW asm volatile("fence.proxy.async.shared::cta;")
+// Makes writes to local memory visible to wgmma.
+#define FENCE_WGMMA asm volatile("fence.proxy.async.shared::cta;")
 #endif
 #endif

@@ -1,7 +1,7 @@
-// Where a strided tensor is not zero, in row-major order. The host gives: A (its dtype), NK (rank), IDX, and one of COUNT, ROWS
-// and ELEMENTS. COUNT: how many there are in every chunk of the elements. Then every chunk knows from the counts before it where
-// its own go: ROWS writes the indices of each (a row of RANK, in a tensor of given sizes), ELEMENTS what another tensor (rank NV,
-// elements of the size of V) has there. A chunk is a work-item's on processors, on GPUs that of a group of GROUP.
+// The nonzero elements of a strided tensor, in row-major order. The host gives A (its dtype), NK (rank), IDX, and one of COUNT, ROWS and
+// ELEMENTS. COUNT counts them in every chunk; the sum of the counts before a chunk is the offset of its results. ROWS writes the indices of
+// each nonzero element (a row of RANK, for a tensor of `sizes`), and ELEMENTS the element of another tensor (rank NV, elements of the
+// size of V) at the same position. A chunk belongs to a work-item on processors, and on GPUs to a group of GROUP work-items.
 
 STRIDED_DIMS(Rest, NK)
 
@@ -13,9 +13,9 @@ typedef struct {
     ulong size[RANK];
 } Sizes;
 #define RESULTS , __global long *y, ulong y_at, Sizes sizes, ulong most
-// The row of element i.
+// Writes row `to`: the indices of element i.
 #if RANK == 2
-// A tensor starts at a multiple of sixteen bytes.
+// One store of both indices: a new tensor is aligned to sixteen bytes.
 #define PUT(to, i)                                                                                                     \
     {                                                                                                                  \
         const IDX element = i, row = element / (IDX)sizes.size[1];                                                     \
@@ -42,7 +42,7 @@ STRIDED_DIMS(From, NV)
 #define IS_TRUE(at) (CAT(load_, A)(x, x_at + (at)) != 0)
 
 #ifdef IS_CPU
-// Found before they are written, without a branch.
+// Elements of a run whose nonzero ones are found, without branches, before any is written.
 #define SOME 256
 
 __kernel void count(PARAMETERS) {
@@ -95,7 +95,7 @@ __kernel void count(PARAMETERS) {
 #endif
 }
 #else
-// Elements of a work-item at a time.
+// Elements of a work-item in a tile.
 #define PER 16
 #define TILE (GROUP * PER)
 #define PLUS(a, b) ((a) + (b))
@@ -128,7 +128,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void count(PARAMETER
         before += counts[counts_at + k];
     FOLD(PLUS, before);
     for (IDX tile = first; tile < end; tile += TILE) {
-        // Neighbours read neighbours; then each takes those that follow one another.
+        // Work-items read interleaved elements, for coalesced loads, and then take consecutive ones.
         #pragma unroll
         for (uint k = 0; k < PER; ++k) {
             const IDX i = tile + k * GROUP + lid;

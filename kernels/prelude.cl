@@ -1,4 +1,4 @@
-// What every kernel starts with: storage types, conversions, the primitives of formulas, random numbers.
+// The beginning of every kernel's source: storage types, conversions, the primitives of formulas, random numbers.
 // HAS_F64 is defined by the host where the device computes in double.
 
 #ifdef HAS_F64
@@ -9,17 +9,17 @@
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
 
-// Between what work-groups of a launch write to global memory and what others of them read of it: OpenCL 1.2 has no such thing,
-// compilers that take NVIDIA's PTX do, and those of processors, with BUILTIN_FENCE. Where the last group alone goes on after a barrier, it ends
-// with another barrier: PoCL's compiler has all work-items take the branch that the first one takes between such a barrier and the end.
+// A memory fence between work-groups of a launch, for global memory. OpenCL 1.2 has none; compilers that take NVIDIA's PTX have one, and
+// those of processors with BUILTIN_FENCE. Where only the last group continues after a barrier, a kernel must end with another barrier: between
+// the last barrier and the end, PoCL's compiler has all work-items take the branch that the first one takes.
 #ifdef BUILTIN_FENCE
 #define FENCE __sync_synchronize()
 #else
 #define FENCE asm volatile("fence.acq_rel.gpu;" ::: "memory")
 #endif
 
-// Tells the host at its next wait what is wrong: {code, low half of the index, high half, size of its dimension}.
-// The codes FAULT_... are the host's. The first fault stays.
+// Records an error for the host, which reads it at its next wait: {code, low half of the index, high half, size of the dimension}.
+// The host defines the codes FAULT_... Only the first error is kept.
 static inline void fault_record(volatile __global int* fault, int code, long index, ulong size)
 {
     if (atomic_cmpxchg(fault, 0, code) == 0) {
@@ -47,7 +47,7 @@ static inline ushort bf16_from_float(float v)
     return v != v ? (ushort)((u >> 16) | 0x40) : (ushort)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// Core OpenCL converts halves in memory only: here the memory is private, which compilers keep in registers.
+// Core OpenCL converts halves only in memory: this memory is private, so that compilers keep it in registers.
 static inline ushort f16_from_float(float v)
 {
     ushort bits;
@@ -61,7 +61,7 @@ static inline long long_from_float(float v)
     return v != v ? 0 : v >= 9223372036854775808.0f ? LONG_MAX : v <= -9223372036854775808.0f ? LONG_MIN : (long)v;
 }
 
-// from_T: what the stored bits mean, in the type computed in.
+// from_T: the value of stored bits, in the compute type.
 static inline float from_f32(f32_t x) { return x; }
 static inline float from_f16(f16_t x) { return vload_half(0, (const half*)&x); }
 static inline float from_bf16(bf16_t x) { return as_float((uint)x << 16); }
@@ -93,7 +93,7 @@ static inline u8_t to_u8_I64(long v) { return (uchar)v; }
 static inline u32_t to_u32_I64(long v) { return (uint)v; }
 static inline bool_t to_bool_I64(long v) { return v != 0; }
 
-// load_T and store_T_C: the same with memory.
+// load_T and store_T_C: the same conversions from and to memory.
 #define LOAD_OF(D, T) static inline T load_##D(const __global D##_t* p, ulong i) { return from_##D(p[i]); }
 #define STORE_OF(D, C, T) static inline void store_##D##_##C(__global D##_t* p, ulong i, T v) { p[i] = to_##D##_##C(v); }
 #define STORES_OF(C, T)                                                                                              \
@@ -205,7 +205,7 @@ static inline long pow_long(long a, long b)
     return (long)power;
 }
 
-// ---- random numbers: see ops/philox.rs, whose bits these are ----
+// ---- random numbers: bit for bit those of expr/philox.rs ----
 
 static inline uint4 philox_block(ulong key, ulong stream, ulong block)
 {
@@ -234,7 +234,7 @@ static inline float random_uniform(ulong key, ulong stream, ulong index)
     return (float)(random_bits(key, stream, index) >> 8) * (1.0f / 16777216.0f);
 }
 
-// Additions, subtractions and multiplications only, in this order: exact everywhere.
+// Only additions, subtractions and multiplications in a fixed order, so that all devices give the same bits.
 static inline float random_normal(ulong key, ulong stream, ulong index)
 {
     uint4 words = philox_block(key, stream, index >> 2);

@@ -1,5 +1,5 @@
-// Whether the compiler takes NVIDIA's tensor core instructions, and the device computes what they promise: cp.async into
-// the end of LOCAL bytes of local memory, ldmatrix and mma.sync, or with SM_90A wgmma, in f16 and bf16. Four warps.
+// Tests whether the compiler accepts NVIDIA's tensor core instructions and the device computes them correctly: cp.async into the end of
+// LOCAL bytes of local memory, ldmatrix and mma.sync, or with SM_90A wgmma, in f16 and bf16. It runs on four warps.
 //
 // a: two matrices [64, 16] (f16, bf16), b: two [8, 16], c: two [64, 8], each a times b transposed.
 
@@ -29,7 +29,7 @@ static inline void multiply_group(ulong a, ulong b, float c[4], const bool bf16)
 }
 #endif
 
-// Where a row of 16 elements has its first or second half.
+// The offset of the first or second half of a row of 16 elements.
 #define HALF_AT(row, side) ((row) * 32 + (((side) ^ ((row) >> 2 & 1)) * 16))
 
 __kernel __attribute__((reqd_work_group_size(128, 1, 1)))

@@ -1,12 +1,14 @@
-// Reductions over any dims of a strided tensor. The host gives: A (input dtype), B (output dtype), ACC and ACC_NAME (the
-// type of the sum: float, double, long and F32, F64, I64), one of OP_SUM OP_PROD OP_MAX OP_MIN, ARG for argmax and argmin,
-// NONZERO where elements count as 0 or 1, MAPPED where element_of says what is made of each (of FROM, the type that A is
-// computed in), FINISHED where finish_of says what is made of the result (of ACC, and of `number` elements), INTEGERS where
-// ACC is long, NK and NR (ranks), IDX. Output o of slice s is element o * slices + s; slices above 1 are partial results that
-// a second launch reduces (for ARG: PARTIAL writes and PAIRS reads values with indices), or with LAST_GROUP_SUMS the last work-group of
-// an output. GPUs: `lanes` work-items share an
-// output; with VEC above 1 its elements are loaded as WIDE_T, VEC at a time: neighbours of one output, or with COLUMNS one
-// element each of VEC neighbouring outputs.
+// Reductions over any dims of a strided tensor. The host gives A (input dtype), B (output dtype), ACC and ACC_NAME (the accumulator's type:
+// float F32, double F64 or long I64), NK and NR (ranks), IDX, one of OP_SUM OP_PROD OP_MAX OP_MIN, and
+//   ARG       for argmax and argmin
+//   NONZERO   where elements count as 0 or 1
+//   MAPPED    where element_of maps each element (of FROM, the type that A is computed in) before the reduction
+//   FINISHED  where finish_of maps each result (of ACC, over `number` elements)
+//   INTEGERS  where ACC is long
+// With several slices, output o of slice s is the partial result o * slices + s. A second launch reduces these (for ARG: PARTIAL writes
+// and PAIRS reads values with indices), or with LAST_GROUP_SUMS the last work-group of an output to arrive. On GPUs `lanes` work-items
+// share an output. With VEC above 1 elements are loaded as WIDE_T, VEC at a time: neighbours of one output, or with COLUMNS one element
+// of each of VEC neighbouring outputs.
 
 STRIDED_DIMS(Kept, NK)
 STRIDED_DIMS(Reduced, NR)
@@ -30,7 +32,7 @@ STRIDED_DIMS(Reduced, NR)
 #define NEUTRAL HIGHEST
 #define BEATS(a, b) ((a) < (b))
 #endif
-// A NaN beats everything and stays. The same text serves vectors: ?: selects lane by lane there.
+// A NaN beats everything and stays. This works for vectors too, where ?: selects lane by lane.
 #ifndef COMBINE
 #define COMBINE(a, b) ((BEATS(a, b) | IS_NAN(a)) ? (a) : (b))
 #endif
@@ -82,7 +84,7 @@ static inline Acc neutral(void) { return NEUTRAL; }
 static inline Acc combine(Acc a, Acc b) { return COMBINE(a, b); }
 #endif
 
-// Element `at`, which has index r among the reduced; and what becomes of result o.
+// GET loads the element at offset `at`, which has index r among the reduced ones; PUT stores result o.
 #ifdef PAIRS
 typedef Acc In;
 #define GET(at, r) (x[x_at + (at)])
@@ -117,11 +119,11 @@ typedef CAT(B, _t) Out;
 
 #ifndef IS_CPU
 #if VEC > 1
-// Loads of a lane that are under way at a time; of halves fewer, which have more to compute.
+// Loads in flight per lane; fewer for halves, which need more arithmetic.
 #define AHEAD (VEC > 4 ? 4 : 8)
 
 #ifdef ARG
-// The best element of [r, end) that falls to a lane which starts at r: of every place in a vector, then of those.
+// The best of a lane's elements from r to `end`: first for each position in a vector, then among these.
 static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
     if (r >= end)
         return neutral();
@@ -168,7 +170,7 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
     return total;
 }
 #else
-// Adds VEC elements from x on.
+// Combines VEC elements from x on into the accumulators.
 static inline void take(Acc *acc, __global const In *x) {
     In raw[VEC];
     CAT(vstore, VEC)(*(__global const WIDE_T *)x, 0, raw);
@@ -178,7 +180,7 @@ static inline void take(Acc *acc, __global const In *x) {
 }
 
 #ifdef COLUMNS
-// The part of elements [r, end) of VEC outputs that falls to a lane which starts at r.
+// A lane's partial results of VEC neighbouring outputs, of its elements from r to `end`.
 static inline void shares(Acc *total, __global const In *x, const Reduced *reduced, IDX r, IDX end, uint lanes) {
     #pragma unroll
     for (int k = 0; k < VEC; ++k)
@@ -203,7 +205,7 @@ static inline void shares(Acc *total, __global const In *x, const Reduced *reduc
     }
 }
 #else
-// The part of elements [r, end) that falls to a lane which starts at r.
+// A lane's partial result, of its elements from r to `end`.
 static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
     Acc total = neutral();
     while (r < end) {
@@ -234,13 +236,13 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
 #endif
 #endif
 
-// A group has `lanes` work-items for each of GROUP / lanes outputs. Neighbouring work-items are neighbouring lanes, or
-// neighbouring outputs (`by_column`): whichever are neighbours in memory.
+// A group has `lanes` work-items for each of GROUP / lanes outputs. Neighbouring work-items are neighbouring lanes, or with `by_column`
+// neighbouring outputs, so that they read neighbouring elements.
 #ifdef LAST_GROUP_SUMS
-// Slices go to `partial`; the work-group that finds all others of its outputs there combines them, always in the same order.
+// Slices write to `partial`; the last work-group of an output to arrive combines them, always in the same order.
 #define LAST_GROUP_PARAMETERS , __global Acc *partial, ulong partial_at, volatile __global uint *arrived, uint first_arrived
-#define LEAVE(o, a) partial[partial_at + (o) * slices + slice] = (a)
-#define MEET                                                                                                           \
+#define PUT_PARTIAL(o, a) partial[partial_at + (o) * slices + slice] = (a)
+#define WAIT_FOR_LAST_GROUP                                                                                                           \
     __local uint others;                                                                                               \
     barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);                                                               \
     if (lid == 0) {                                                                                                    \
@@ -264,8 +266,8 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
     barrier(CLK_LOCAL_MEM_FENCE) /* see FENCE */
 #else
 #define LAST_GROUP_PARAMETERS
-#define LEAVE(o, a) PUT((o) * slices + slice, a)
-#define MEET
+#define PUT_PARTIAL(o, a) PUT((o) * slices + slice, a)
+#define WAIT_FOR_LAST_GROUP
 #define COMBINE_SLICES(o, there)
 #endif
 
@@ -287,9 +289,9 @@ void reduce(PARAMETERS, uint by_column, uint lanes LAST_GROUP_PARAMETERS) {
         Acc total = totals[k];
         FOLD(combine, total);
         if (lane == 0 && first < outs)
-            LEAVE(first + k, total);
+            PUT_PARTIAL(first + k, total);
     }
-    MEET
+    WAIT_FOR_LAST_GROUP
     for (int k = 0; k < VEC; ++k) {
         COMBINE_SLICES(first + k, first < outs);
     }
@@ -323,18 +325,18 @@ void reduce(PARAMETERS, uint by_column, uint lanes LAST_GROUP_PARAMETERS) {
     __local Acc scratch[GROUP];
     FOLD(combine, total);
     if (lane == 0 && o < outs)
-        LEAVE(o, total);
-    MEET
+        PUT_PARTIAL(o, total);
+    WAIT_FOR_LAST_GROUP
     COMBINE_SLICES(o, o < outs);
 #endif
 }
 #else
-// Processors: a work-item has one output of one slice, or sixteen neighbouring columns (`by_column`); sixteen
-// accumulators at a time, no local memory.
+// Processors: a work-item has one output of one slice, or with `by_column` sixteen neighbouring columns. It uses sixteen accumulators
+// and no local memory.
 #ifndef PAIRS
 typedef CAT(ACC, 16) Acc16;
 #ifdef ARG
-// Lane by lane: the best so far, and the step it came from (-1: none yet).
+// For each vector lane, the best element so far and its step (-1: none yet).
 typedef struct {
     Acc16 v;
     STEP16 from;
@@ -358,7 +360,7 @@ static inline Wide combine16(Wide w, Acc16 v, long step) { return COMBINE(w, v);
 #endif
 #define GET16(at) ELEMENT16(CAT(load16_, A)(x, x_at + (at)))
 
-// The sixteen lanes of w, where step s of lane k has index first + s * by + k * lane.
+// Reduces the sixteen lanes of w; step s of lane k has index first + s * by + k * lane.
 static inline void lanes_of(Wide w, long first, long by, long lane, Acc *out) {
 #ifdef ARG
     ACC v[16];

@@ -1,6 +1,6 @@
-// Rows that go through registers block by block: LANES work-items share a row, and keep CACHED groups of VEC neighbours each (loaded as
-// WIDE_T where VEC is above 1). Comes before cross_entropy.cl and softmax_slices.cl, with the same definitions in front. Where there are
-// few rows, groups of their own see `slices` of a row, of `chunk` elements each, and leave what they saw in `of_slices`.
+// Rows that are read into registers block by block: LANES work-items share a row, and each has CACHED groups of VEC neighbours of a block
+// (loaded as WIDE_T where VEC is above 1). Comes before cross_entropy.cl and softmax_slices.cl, with the same definitions in front. Where
+// there are few rows, each of a row's `slices` of `chunk` elements has its own group, which writes its partial result to `of_slices`.
 
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
@@ -11,7 +11,7 @@ typedef CAT(ACC, 2) Two;
 #define KEPT (CACHED * VEC)
 #define BLOCK (LANES * KEPT)
 
-// A lane's part of a block that ends at `stop`, of which element i is its first; `other` past the end.
+// Loads a lane's part of a block, from element i on; `other` from `stop` on.
 static inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride, ACC other) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {
@@ -28,7 +28,7 @@ static inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride, A
     }
 }
 
-// A NaN need not be found here: the sum has it.
+// fmax may drop a NaN, which then still reaches the sum.
 static inline ACC largest_of(const ACC *v) {
     ACC m = -INFINITY;
     #pragma unroll
@@ -45,8 +45,8 @@ static inline ACC sum_exp_of(const ACC *v, ACC m) {
     return s;
 }
 
-// What a lane has seen from element i on is a sum of exp(x - base), of which the base moves with the largest x.
-static inline void see(In x, ulong at, IDX i, IDX stop, long stride, ACC *m, ACC *base, ACC *s) {
+// The online softmax of a lane's elements from i on: their maximum m, and s, the sum of exp(x - base). The base follows the maximum.
+static inline void sum_online(In x, ulong at, IDX i, IDX stop, long stride, ACC *m, ACC *base, ACC *s) {
     ACC v[KEPT];
     for (; i < stop; i += BLOCK) {
         fetch(v, x, at, i, stop, stride, -INFINITY);
@@ -57,14 +57,14 @@ static inline void see(In x, ulong at, IDX i, IDX stop, long stride, ACC *m, ACC
     }
 }
 
-// Sums of a row with an infinity have inf - inf, but for logsumexp, of which it is the answer.
+// In a row with an infinity exp(x - m) would have inf - inf, which is NaN; for logsumexp the result is the infinity.
 #ifdef LOGSUMEXP
 #define IF_INFINITE(s) (s)
 #else
 #define IF_INFINITE(s) NAN
 #endif
 
-// The largest of all lanes of a row, `most`, and their sum of exp(x - m), s.
+// Combines the lanes of a row: `most` is their maximum, and s the sum of exp(x - m).
 #define COMBINE(most)                                                                                                  \
     FOLD(fmax, m);                                                                                                     \
     const ACC most = m;                                                                                                \
@@ -74,7 +74,7 @@ static inline void see(In x, ulong at, IDX i, IDX stop, long stride, ACC *m, ACC
     s = s == 0 ? 0 : s * exp(base - m);                                                                                \
     FOLD(PLUS, s)
 
-// What a lane takes up of the slices of row r.
+// Loads the partial result of one slice of row r for each lane.
 #define TAKE_SLICE(r, there)                                                                                           \
     const Two own = there ? of_slices[of_slices_at + (ulong)(r) * slices + lane] : (Two)(-INFINITY, 0);                \
     ACC m = own.x, s = own.y, base = isinf(m) ? 0 : m

@@ -1,6 +1,6 @@
 // Comes after strided_dims.cl and before softmax.cl and softmax_slices.cl; NK is the rank of the rows.
 
-// Where a row starts in each of three tensors.
+// The offset of a row in each of three tensors.
 typedef struct {
     ulong size[NK];
     long x[NK], y[NK], z[NK];

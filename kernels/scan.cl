@@ -1,9 +1,8 @@
-// Scans along a dim of a strided tensor: sums, products, extremes with their indices, log-sums of exponentials of all
-// elements so far. The host gives: A (input dtype), B (output dtype), ACC and ACC_NAME (the type of the running value), one
-// of OP_SUM OP_PROD OP_MAX OP_MIN OP_LOG_SUM, ARG for the extremes, INTEGERS where ACC is long, NK (rank), IDX, PHASE.
-// A line is cut in slices where lines are few: PHASE 1 gives the total of every slice, 2 scans those of a line, 3 scans the
-// slices from what comes before them; 0 does a line in one go. SERIAL: one work-item a slice (processors; lines that lie
-// side by side); otherwise a group of GROUP work-items, each with PER neighbours at a time.
+// Inclusive scans along a dim of a strided tensor: cumulative sums, products, extremes with their indices, and log-sum-exps. The host gives
+// A (input dtype), B (output dtype), ACC and ACC_NAME (the type of the running value), one of OP_SUM OP_PROD OP_MAX OP_MIN OP_LOG_SUM,
+// ARG for the extremes, INTEGERS where ACC is long, NK (rank), IDX, and PHASE. PHASE 0 scans whole lines. Where lines are few they
+// are cut into slices: PHASE 1 computes each slice's total, 2 scans the totals of a line, 3 scans the slices from these. SERIAL: a
+// slice is one work-item's (processors; interleaved lines). Otherwise it is that of GROUP work-items, each with PER neighbours at a time.
 
 STRIDED_DIMS(Rest, NK)
 
@@ -30,7 +29,7 @@ static inline Acc pair(ACC v, long i) {
     return a;
 }
 static inline Acc neutral(void) { return pair((ACC)0, -1); }
-// The later one among equals, and the last NaN before everything.
+// The better one: the later among equals, and any NaN, of which the last counts.
 static inline Acc combine(Acc a, Acc b) {
 #ifdef OP_MAX
     const int reaches = b.v >= a.v;
@@ -72,19 +71,19 @@ static inline Acc combine(Acc a, Acc b) {
 #elif defined(ARG)
 #define PUT(i, a)                                                                                                      \
     STORE(i, (a).v);                                                                                                   \
-    places[places_at + to + (i) * inner] = (a).i
+    indices[indices_at + to + (i) * inner] = (a).i
 #else
 #define PUT(i, a) STORE(i, a)
 #endif
 
-// Line `line` starts at element `from` of x and, every `inner` elements, at `to` of the results.
+// Line `line` begins at offset `from` in x, and at offset `to` in the results, where its elements are `inner` apart.
 #define PARAMETERS                                                                                                     \
-    __global const CAT(A, _t) *x, ulong x_at, __global CAT(B, _t) *y, ulong y_at, __global long *places,               \
-        ulong places_at, __global Acc *totals, ulong totals_at, Rest rest, ulong lines_, ulong n_, long stride,        \
+    __global const CAT(A, _t) *x, ulong x_at, __global CAT(B, _t) *y, ulong y_at, __global long *indices,               \
+        ulong indices_at, __global Acc *totals, ulong totals_at, Rest rest, ulong lines_, ulong n_, long stride,        \
         ulong inner_, ulong chunk_, ulong slices_
 #define NUMBERS                                                                                                        \
     const IDX lines = (IDX)lines_, n = (IDX)n_, inner = (IDX)inner_, chunk = (IDX)chunk_, slices = (IDX)slices_
-#define PLACE_OF(item)                                                                                                 \
+#define SLICE_OF(item)                                                                                                 \
     const IDX line = (item) / slices, slice = (item) % slices;                                                         \
     if (line >= lines)                                                                                                 \
         return;                                                                                                        \
@@ -105,7 +104,7 @@ static inline Acc combine(Acc a, Acc b) {
 #ifdef SERIAL
 __kernel void scan(PARAMETERS) {
     NUMBERS;
-    PLACE_OF((IDX)get_global_id(0));
+    SLICE_OF((IDX)get_global_id(0));
     IDX i = first;
     while (i < end) {
         // Blocks keep the running sum's rounding small.
@@ -125,7 +124,7 @@ __kernel void scan(PARAMETERS) {
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void scan(PARAMETERS) {
     NUMBERS;
     const uint lid = get_local_id(0);
-    PLACE_OF((IDX)get_group_id(0));
+    SLICE_OF((IDX)get_group_id(0));
     __local Acc scratch[GROUP];
     for (IDX block = first; block < end; block += GROUP * PER) {
         Acc own[PER];

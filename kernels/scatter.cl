@@ -1,23 +1,23 @@
-// Writing through indices on GPUs; comes after strided_dims.cl and gather.cl. y[.., index[j], ..] becomes COMBINE of itself and
-// x[.., j, ..], in the order of j, whoever does it: the same bits every time, and no atomics on what is added up. The host
-// gives what gather.cl says of SCATTER, GROUP, and one of TILES, ROWS.
+// Scatter on GPUs; comes after strided_dims.cl and gather.cl. y[.., index[j], ..] = COMBINE(itself, x[.., j, ..]), for each element in the
+// order of j whatever work-item does it: this is reproducible, and needs no atomics on the elements. The host gives the definitions for
+// SCATTER in gather.cl, GROUP, and one of TILES and ROWS.
 
 #ifdef V
 typedef V Element;
-#define MEET(old, new) (new)
+#define COMBINED(old, new) (new)
 #else
 typedef CAT(A, _t) Element;
 #define PLUS(a, b) ((a) + (b))
 #define TIMES(a, b) ((a) * (b))
-#define MEET(old, new) CAT(CAT(CAT(to_, A), _), ACC_NAME)(COMBINE(CAT(from_, A)(old), CAT(from_, A)(new)))
+#define COMBINED(old, new) CAT(CAT(CAT(to_, A), _), ACC_NAME)(COMBINE(CAT(from_, A)(old), CAT(from_, A)(new)))
 #endif
 
 #ifdef TILES
-// An index for every element. A group has SIDE neighbouring columns (positions outside the dim) of y and of these what lies
-// in one of `parts` ranges of `span`, and goes through the indices in order, PER of them a work-item at a time. Of those
-// that meet in an element (of those with one tag) the first one is next in each round, which the greatest of their
-// numbers says: these count down within a round, and up from round to round. HELD: what is written to is in local memory.
-// Where many meet, a work-item takes all those of a tag after ROUNDS.
+// An index for every element. A group has SIDE neighbouring columns of y (positions in the other dims), in one of `parts` ranges of `span`
+// along the dim. It goes through the indices in order, each work-item taking PER at a time. Conflicts, of indices with the same tag, are
+// resolved in rounds: the first index in order has the greatest number, wins an atomic_max on the tag, and is done. Numbers decrease
+// within a round and grow from round to round, so that tags need no reset. After ROUNDS, each tag's remaining indices are done in order
+// by one work-item. HELD: the range of y is in local memory.
 typedef struct {
     ulong size[NK];
     long x[NK], index[NK], y[NK];
@@ -28,10 +28,10 @@ typedef struct {
 #define NO_TAG 0xffff
 #define TAG(slot) (((uint)(slot) * SIDE + c) & (TAGS - 1))
 #ifdef HELD
-#define HERE(slot) held[(slot) * SIDE + c]
+#define TARGET(slot) held[(slot) * SIDE + c]
 #define FENCES CLK_LOCAL_MEM_FENCE
 #else
-#define HERE(slot) y[ya + (low + (long)(slot)) * ys]
+#define TARGET(slot) y[ya + (low + (long)(slot)) * ys]
 #define FENCES (CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
 #endif
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void
@@ -102,7 +102,7 @@ scatter_tiles(__global const Element *x, ulong x_at, __global const CAT(T, _t) *
             for (uint k = 0; k < PER; ++k) {
                 if (slot[k] != NONE) {
                     if (tag[TAG(slot[k])] == number - (k * GROUP + lid)) {
-                        HERE(slot[k]) = MEET(HERE(slot[k]), v[k]);
+                        TARGET(slot[k]) = COMBINED(TARGET(slot[k]), v[k]);
                         slot[k] = NONE;
                     } else {
                         left = true;
@@ -125,7 +125,7 @@ scatter_tiles(__global const Element *x, ulong x_at, __global const CAT(T, _t) *
                     if (staged[n] % GROUP == lid && staged[n] != NO_TAG) {
                         const IDX j = block + n / SIDE;
                         const long at = wrapped(CAT(load_, T)(index, ia + (long)j * is), size, wraps) - low;
-                        HERE(at) = MEET(HERE(at), x[xa + (long)j * xs]);
+                        TARGET(at) = COMBINED(TARGET(at), x[xa + (long)j * xs]);
                     }
                 }
                 barrier(FENCES);
@@ -143,9 +143,9 @@ scatter_tiles(__global const Element *x, ulong x_at, __global const CAT(T, _t) *
 #endif
 
 #ifdef ROWS
-// One index for a whole row of columns. A group has `span` neighbouring destinations, at most 64, and some of the columns. It
-// looks for the indices that are its own, puts them in order, and adds up the rows of each destination, UNIT by UNIT of
-// WIDTH elements, `lanes` of them side by side.
+// One index for a whole row of columns. A group has `span` neighbouring destinations, at most 64, and a slab of the columns. It collects the
+// indices of its destinations, sorts them, and combines the rows of each destination. `lanes` work-items have neighbouring units (UNIT)
+// of WIDTH elements of a row.
 typedef struct {
     ulong size[NK];
     long x[NK], y[NK];
@@ -153,14 +153,14 @@ typedef struct {
 typedef union {
     UNIT unit;
     Element e[WIDTH];
-} Some;
+} Unit;
 #define CHUNK (8 * GROUP)
 #define MOST (10 * GROUP)
-static inline Some meet(Some old, Some new) {
-    Some met;
+static inline Unit combine_units(Unit old, Unit new) {
+    Unit met;
     #pragma unroll
     for (uint w = 0; w < WIDTH; ++w)
-        met.e[w] = MEET(old.e[w], new.e[w]);
+        met.e[w] = COMBINED(old.e[w], new.e[w]);
     return met;
 }
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void
@@ -171,7 +171,7 @@ scatter_rows(__global const UNIT *x, ulong x_at, __global const CAT(T, _t) *inde
     const uint part = get_group_id(0) / slabs, slab = get_group_id(0) % slabs, wide = (columns + slabs - 1) / slabs;
     const uint lane = lid % lanes, end = min((slab + 1) * wide, columns);
     const long low = (long)part * span, high = min(low + (long)span, (long)size);
-    // A key is a destination, in the upper 6 bits, and the place of an index.
+    // A key has a destination in its upper 6 bits, and below it j, the position of the index.
     __local uint found, keys[MOST], sorted[MOST], first[64], last[64];
     if (lid == 0)
         found = 0;
@@ -230,7 +230,7 @@ scatter_rows(__global const UNIT *x, ulong x_at, __global const CAT(T, _t) *inde
                     ya += (long)r * walk.y[k];
                 }
 #define FROM(i) x[xa + (long)(sorted[i] & 0x3ffffff) * xs]
-                Some all, v[4];
+                Unit all, v[4];
 #ifdef V
                 all.unit = FROM(stop - 1);
 #else
@@ -242,11 +242,11 @@ scatter_rows(__global const UNIT *x, ulong x_at, __global const CAT(T, _t) *inde
                         v[k].unit = FROM(i + k);
                     #pragma unroll
                     for (uint k = 0; k < 4; ++k)
-                        all = meet(all, v[k]);
+                        all = combine_units(all, v[k]);
                 }
                 for (; i < stop; ++i) {
                     v[0].unit = FROM(i);
-                    all = meet(all, v[0]);
+                    all = combine_units(all, v[0]);
                 }
 #endif
                 y[ya] = all.unit;

@@ -1,21 +1,20 @@
-// What is chosen by order from each line along a dim of a strided tensor, on GPUs, without sorting it: its first k in order (TOP), or
-// the one that has some place in ascending order. Comes after key.cl. The host gives: A (dtype), V (an unsigned type of the
-// element's size), PLACE (the type of indices: uint or ulong), NK (rank), IDX, GROUP, PER (elements that a work-item has in
-// registers at a time), CAP (those that a group holds, a multiple of GROUP), FROM where the indices are those of a tensor.
-// Equal keys stay in the order of their indices: those decide where keys do not.
+// Selection along a dim of a strided tensor on GPUs, without sorting: the first k elements in order (TOP), or the element of one rank in
+// ascending order. Comes after key.cl. The host gives A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or
+// ulong), NK (rank), IDX, GROUP, PER (elements that a work-item has in registers at a time), CAP (the capacity of a group's candidates,
+// a multiple of GROUP), and FROM where the indices are read from a tensor. Equal keys are ordered by their indices.
 // Functions with barriers are not static: the inliner of LLVM 15 crashes on them in PoCL 3.1.
 
 STRIDED_DIMS(Rest, NK)
 
-// How many have each value of the digit under way, sums of eight, and where the one that is sought is found.
+// The histogram of the current digit, sums of eight bins each, and the result of find_digit; `count` is that of `together`.
 typedef struct {
     uint bins[256], sums[32], digit, below, inside, count;
 } Digits;
 
-// Digits count from the last of the place, `low` of them, to the first of the key.
+// Digits are the bytes of (key, index): 0 is the lowest of the index, which has `low` digits, and `low` the lowest of the key.
 #define DIGIT(key, at, d, low) (((d) >= (low) ? (uint)((key) >> 8 * ((d) - (low))) : (uint)((at) >> 8 * (d))) & 255)
 
-inline int place_digits(ulong n) {
+inline int index_digits(ulong n) {
     int low = 0;
     for (ulong left = n - 1; left > 0; left >>= 8)
         ++low;
@@ -28,7 +27,7 @@ inline void clear(__local Digits *d, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
 }
 
-// The value of the need-th of what is in the bins, how many are below that and how many have it.
+// The digit of the need-th smallest element in the bins, how many elements have a smaller digit, and how many have this one.
 inline void find_digit(__local Digits *d, ulong need, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
     uint own = 0;
@@ -56,7 +55,7 @@ inline void find_digit(__local Digits *d, ulong need, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
 }
 
-// The sum over a group.
+// The sum of v over the group.
 inline uint together(__local Digits *d, uint v, uint lid) {
     barrier(CLK_LOCAL_MEM_FENCE);
     if (lid == 0)
@@ -69,7 +68,7 @@ inline uint together(__local Digits *d, uint v, uint lid) {
 }
 
 #define PARAMETERS                                                                                                     \
-    __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *places, ulong places_at,       \
+    __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *indices, ulong indices_at,       \
         __global const long *from, ulong from_at, Rest rest, ulong n_, long stride, ulong inner_, ulong k_,            \
         uint slices, uint rule
 #define KEY(i) KEY_OF(CAT(load_, A)(x, (ulong)(start + (long)(i) * stride)))
@@ -79,19 +78,19 @@ inline uint together(__local Digits *d, uint v, uint lid) {
 #else
 #define INDEX(i) (long)(i)
 #endif
-// Result j of `of` is the one of index p.
+// Writes result j of line `of`: the element at index p.
 #define PUT(of, j, p)                                                                                                  \
     {                                                                                                                  \
         const IDX put_at = (of) / inner * inner * k + (of) % inner + (j) * inner;                                      \
         y[y_at + put_at] = ((__global const V *)x)[start + (long)(p) * stride];                                        \
-        places[places_at + put_at] = INDEX(p);                                                                         \
+        indices[indices_at + put_at] = INDEX(p);                                                                         \
     }
 
 #ifdef TOP
 #define SLOTS (CAP / GROUP)
 #define ENTRIES (PER + SLOTS)
 
-// A key that `need` of those that are alive, one of each work-item, are not above.
+// An upper bound of the `need` smallest keys; each work-item that is `alive` has one key.
 inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) {
     Key found = 0, mask = 0;
     for (int digit = (int)sizeof(Key) - 1; digit >= 0; --digit) {
@@ -108,9 +107,9 @@ inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) 
     return found | ~mask;
 }
 
-// Of the entries that are alive, a bit each in every work-item, the `need` least. No key of them is above *bound; *exact: where
-// that is known to the last digit.
-inline uint least(const Key *key, const PLACE *at, uint alive, uint need, int low, uint lid, __local Digits *d, Key *bound,
+// The `need` smallest of the entries whose bit is set in `alive`, as bits. Their keys are at most *bound, which with *exact is the
+// largest of them.
+inline uint least(const Key *key, const INDEX_TYPE *at, uint alive, uint need, int low, uint lid, __local Digits *d, Key *bound,
                   int *exact) {
     uint taken = 0;
     *bound = (Key)-1;
@@ -140,42 +139,42 @@ inline uint least(const Key *key, const PLACE *at, uint alive, uint need, int lo
     }
 }
 
-// Every group goes through a slice of a line, tile by tile, and holds what may be among the first k: what is before a limit, which
-// falls whenever more than `rule` would be held.
+// Every group goes through a slice of a line, tile by tile, and holds the candidates for the first k: elements below a limit. Where it
+// would hold more than `rule`, it lowers the limit and drops the rest.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETERS) {
     const IDX n = (IDX)n_, inner = (IDX)inner_, line = (IDX)get_group_id(0) / slices, slice = (IDX)get_group_id(0) % slices;
     const IDX share = n / slices, rest_of = n % slices;
     const IDX first = slice * share + min(slice, rest_of), end = first + share + (slice < rest_of);
     const long start = (long)x_at + at_Rest(&rest, line);
     const uint lid = get_local_id(0), k = (uint)k_;
-    const int low = place_digits(n_);
+    const int low = index_digits(n_);
     __local Digits digits;
     __local Key held_key[CAP];
-    __local PLACE held_at[CAP];
+    __local INDEX_TYPE held_at[CAP];
     uint held = 0;
     Key limit = 0;
     int open = 1;
     for (IDX tile = first; tile < end; tile += GROUP * PER) {
         Key key[ENTRIES];
-        PLACE at[ENTRIES];
+        INDEX_TYPE at[ENTRIES];
         uint alive = 0;
         #pragma unroll
         for (uint s = 0; s < PER; ++s) {
             const IDX i = tile + s * GROUP + lid;
             key[s] = (Key)-1;
-            at[s] = (PLACE)i;
+            at[s] = (INDEX_TYPE)i;
             if (i < end) {
                 key[s] = KEY(i);
                 alive |= (uint)(open || key[s] < limit) << s;
             }
         }
-        // In one sum, who has any.
+        // One sum has both counts: of candidates, and above bit 16 of work-items with any.
         uint counts = together(&digits, popcount(alive) | (uint)(alive != 0) << 16, lid);
         uint found = counts & 0xffff;
         if (found == 0)
             continue;
         if (held + found > rule && counts >> 16 >= k) {
-            // Of the best of every work-item k are not above this.
+            // At least k of the work-items' smallest keys are at most this bound, so larger keys are not among the first k.
             Key best = (Key)-1;
             #pragma unroll
             for (uint s = 0; s < PER; ++s)
@@ -195,7 +194,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
             for (uint s = 0; s < SLOTS; ++s) {
                 const uint j = s * GROUP + lid;
                 key[PER + s] = (Key)-1;
-                at[PER + s] = (PLACE)-1;
+                at[PER + s] = (INDEX_TYPE)-1;
                 if (j < held) {
                     key[PER + s] = held_key[j];
                     at[PER + s] = held_at[j];
@@ -207,7 +206,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
             alive = least(key, at, alive, k, low, lid, &digits, &bound, &exact);
             held = 0;
             found = k;
-            // What comes later and is equal is behind.
+            // Later elements have larger indices: one that equals the k-th key comes after it.
             limit = exact ? bound : bound + 1;
             open = !exact && bound == (Key)-1;
         }
@@ -227,13 +226,13 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
         }
         held += found;
     }
-    // By Batcher's bitonic network.
+    // Sorts the candidates by a bitonic network (Batcher).
     uint size = 1;
     while (size < held)
         size *= 2;
     for (uint j = held + lid; j < size; j += GROUP) {
         held_key[j] = (Key)-1;
-        held_at[j] = (PLACE)-1;
+        held_at[j] = (INDEX_TYPE)-1;
     }
     for (uint run = 2; run <= size; run *= 2) {
         for (uint step = run / 2; step > 0; step /= 2) {
@@ -242,7 +241,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
                 const uint i = 2 * p - (p & (step - 1)), j = i + step;
                 const int up = (i & run & (size - 1)) == 0;
                 const Key ki = held_key[i], kj = held_key[j];
-                const PLACE ai = held_at[i], aj = held_at[j];
+                const INDEX_TYPE ai = held_at[i], aj = held_at[j];
                 const int after = ki > kj || (ki == kj && ai > aj);
                 if (after == up) {
                     held_key[i] = kj;
@@ -258,8 +257,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
         PUT(line * slices + slice, j, held_at[j]);
 }
 #else
-// Rules for the place that is sought, of n of which some are NaN, which are the last: PLAIN is k, counted from 1; MEDIAN the middle,
-// or the first NaN; otherwise the middle of those that are none.
+// Which rank is selected; NaN ranks last. PLAIN: the k-th, counted from 1. MEDIAN: the middle one, or the first NaN if there is any.
+// Otherwise: the middle one of those that are not NaN.
 #define PLAIN 0
 #define MEDIAN 1
 
@@ -269,12 +268,12 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
 #define KEY_AT(s, i) KEY(i)
 #endif
 
-// A group finds the key of the one that is sought digit by digit, and then its place.
+// A group finds the key of that rank digit by digit, then its index.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETERS) {
     const IDX n = (IDX)n_, inner = (IDX)inner_, line = (IDX)get_group_id(0), k = 1;
     const long start = (long)x_at + at_Rest(&rest, line);
     const uint lid = get_local_id(0);
-    const int low = place_digits(n_);
+    const int low = index_digits(n_);
     __local Digits digits;
 #ifdef RESIDENT
     Key key[PER];

@@ -1,21 +1,21 @@
-// Kernels that see a whole row at once: softmax and its kin along any dim, and on processors (GPUs: cross_entropy.cl) cross-entropy, which
-// gives the loss and the gradient in one launch. The host gives: A (dtype), ACC and ACC_NAME (float F32, double F64), NK (rank of the rows), IDX,
-// one of SOFTMAX LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (the labels' dtype)
-// and WITH_GRAD. Processors: one work-item a row, or run of rows. GPUs: `lanes` work-items a row, as in reduce.cl; with CACHED
-// each keeps that many groups of VEC elements (loaded as WIDE_T where VEC is above 1), all there are, in registers; LANES
-// and BY_COLUMN are then compiled in. SOFTMAX with MASK sees part of a row: up to element `first` + the row's number in its
-// matrix of `causal` rows where that is not 0; of these elements those where z (dtype Z) is true with MASK 1; z is added to them with MASK 2.
+// Softmax, log-softmax, logsumexp and their gradients along any dim; on processors also cross-entropy, with loss and gradient in one launch
+// (on GPUs that is cross_entropy.cl). The host gives A (dtype), ACC and ACC_NAME (float F32, double F64), NK (rank of the rows), IDX, and
+// one of SOFTMAX LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (the labels' dtype) and WITH_GRAD.
+// On processors a work-item has one row, or several. On GPUs `lanes` work-items share a row, as in reduce.cl. With CACHED the whole row is
+// in registers: each lane has CACHED groups of VEC elements (loaded as WIDE_T where VEC is above 1), and LANES and BY_COLUMN are constants.
+// SOFTMAX with MASK is masked: with `causal` (rows of a matrix) not 0, row r of a matrix has elements up to `first` + r; with MASK 1 only
+// those where z (dtype Z) is true; with MASK 2 z is added.
 
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
 #ifdef MASK
 typedef __global const CAT(Z, _t) *Other;
 #if MASK == 0
-#define SEEN(v, i) (v)
+#define MASKED(v, i) (v)
 #elif MASK == 1
-#define SEEN(v, i) (CAT(load_, Z)(z, za + (long)(i) * zs) ? (v) : -INFINITY)
+#define MASKED(v, i) (CAT(load_, Z)(z, za + (long)(i) * zs) ? (v) : -INFINITY)
 #else
-#define SEEN(v, i) ((v) + CAT(load_, Z)(z, za + (long)(i) * zs))
+#define MASKED(v, i) ((v) + CAT(load_, Z)(z, za + (long)(i) * zs))
 #endif
 #else
 typedef In Other;
@@ -77,9 +77,8 @@ static inline ACC sum_exp(In x, ulong at, IDX n, long stride, ACC m, uint lane, 
 #define COUNT_GIVEN 2
 
 // loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 where the label is `ignore`.
-// The count of labels that are not ignored: 1 with COUNT_ONE (no mean is wanted), counted[0] with COUNT_GIVEN, else every
-// work-item counts for itself. With `sums`, work-item g writes the sum of its losses divided by the count to loss[g]; otherwise
-// every row writes its own.
+// `count` is the number of labels that are not ignored: 1 with COUNT_ONE (no mean is wanted), counted[0] with COUNT_GIVEN, else counted by
+// every work-item. With `sums`, work-item g writes the sum of its losses divided by the count to loss[g]; otherwise every row's loss is written.
 __kernel void
     row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long label_stride, Out grad, ulong grad_at,
         __global CAT(B, _t) *loss, ulong loss_at, __global const long *counted, ulong counted_at, volatile __global int *word,
@@ -96,7 +95,7 @@ __kernel void
         for (IDX r = 0; r < rows; ++r)
             count += CAT(load_, T)(label, label_at + (long)r * label_stride) != ignore;
     }
-    // Losses are added up in blocks: thousands in one chain would round too often.
+    // Losses are added up in blocks, which keeps rounding errors small.
     ACC total = 0, block = 0;
     uint blocked = 0;
     for (IDX r = first; r < end; ++r) {
@@ -131,7 +130,7 @@ __kernel void
         WIDE(stride == 1) STORE16(grad, to + i, exp(LOAD16(x, at + i) - lse) * scale);
         for (; i < n; ++i)
             STORE(grad, to + i, (exp(LOAD(x, at + (long)i * stride) - lse) - (ACC)(i == target)) * scale);
-        // The wide loop left the label's own 1 out.
+        // The vector loop has not subtracted the label's 1.
         if (scale != 0)
             STORE(grad, to + target, (exp(LOAD(x, at + target * stride) - lse) - 1) * scale);
 #endif
@@ -195,7 +194,7 @@ static inline void scale_all(ACC *v, ACC by) {
         v[k] *= by;
 }
 
-// `other` past the row's end.
+// Loads a lane's part of a row; `other` past the row's end.
 static inline void fetch(ACC *v, In x, ulong at, uint lane, uint lanes, IDX stop, long stride, ACC other) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k) {
@@ -214,13 +213,13 @@ static inline void fetch(ACC *v, In x, ulong at, uint lane, uint lanes, IDX stop
 }
 
 #ifdef MASK
-static inline void hide(ACC *v, Other z, ulong za, uint lane, uint lanes, IDX seen, long zs) {
+static inline void hide(ACC *v, Other z, ulong za, uint lane, uint lanes, IDX visible, long zs) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k) {
         #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             const IDX i = (lane + k * lanes) * VEC + j;
-            v[k * VEC + j] = i < seen ? SEEN(v[k * VEC + j], i) : -INFINITY;
+            v[k * VEC + j] = i < visible ? MASKED(v[k * VEC + j], i) : -INFINITY;
         }
     }
 }
@@ -270,28 +269,28 @@ __kernel
     const IDX r = (IDX)get_group_id(0) * per + (by_column ? lid % per : lid / lanes);
     __local ACC scratch[GROUP];
 #endif
-    // Work-items past the last row see an empty row, and come to every barrier.
+    // Work-items past the last row have an empty row, so that they reach every barrier.
     const IDX stop = r < count ? n : 0;
     const At at = at_rows(&rows, r < count ? r : 0);
     const ulong xa = x_at + at.x, ya = y_at + at.y, za = z_at + at.z;
     IDX i = lane;
 #ifdef MASK
-    const IDX seen = causal == 0 ? stop : min(stop, (IDX)first + r % (IDX)causal + 1);
+    const IDX visible = causal == 0 ? stop : min(stop, (IDX)first + r % (IDX)causal + 1);
 #endif
 #ifdef CACHED
     ACC v[KEPT];
 #if defined(SOFTMAX) || defined(LOG_SOFTMAX) || defined(LOGSUMEXP)
 #ifdef MASK
-    fetch(v, x, xa, lane, lanes, min(stop, (seen + VEC - 1) / VEC * VEC), xs, -INFINITY);
-    hide(v, z, za, lane, lanes, seen, zs);
+    fetch(v, x, xa, lane, lanes, min(stop, (visible + VEC - 1) / VEC * VEC), xs, -INFINITY);
+    hide(v, z, za, lane, lanes, visible, zs);
 #else
     fetch(v, x, xa, lane, lanes, stop, xs, -INFINITY);
 #endif
-    // A NaN need not be found here: the sum has it.
+    // fmax may drop a NaN, which then still reaches the sum.
     ACC m = largest_of(v);
     FOLD(fmax, m);
 #ifdef LOGSUMEXP
-    // An infinite row is its own answer: inf - inf would be NaN.
+    // If the maximum is infinite it is the result: inf - inf would be NaN.
     if (isinf(m))
         m = 0;
 #elif defined(MASK)
@@ -304,7 +303,7 @@ __kernel
     ACC s = sum_of(v);
     FOLD(PLUS, s);
 #ifdef MASK
-    // A row that sees nothing is all zeros.
+    // A row with all elements masked gives zeros.
     scale_all(v, s == 0 ? 0 : 1 / s);
 #else
     scale_all(v, 1 / s);
@@ -322,7 +321,7 @@ __kernel
 #endif
 #endif
 #else
-    // x is the forward's result, z the gradient of it.
+    // x is the result of forward, z its gradient.
     ACC g[KEPT];
     fetch(v, x, xa, lane, lanes, stop, xs, 0);
     fetch(g, z, za, lane, lanes, stop, zs, 0);
@@ -342,12 +341,12 @@ __kernel
     keep(v, y, ya, lane, lanes, stop, ys);
 #endif
 #elif defined(MASK)
-#define VALUE(i) SEEN(LOAD(x, xa + (long)(i) * xs), i)
+#define VALUE(i) MASKED(LOAD(x, xa + (long)(i) * xs), i)
     ACC m = -INFINITY, s = 0;
 #if MASK == 0
-    m = largest(x, xa, seen, xs, lane, lanes);
+    m = largest(x, xa, visible, xs, lane, lanes);
 #else
-    for (i = lane; i < seen; i += lanes) {
+    for (i = lane; i < visible; i += lanes) {
         const ACC v = VALUE(i);
         m = LARGER(v, m);
     }
@@ -356,9 +355,9 @@ __kernel
     if (m == -INFINITY)
         m = 0;
 #if MASK == 0
-    s = sum_exp(x, xa, seen, xs, m, lane, lanes);
+    s = sum_exp(x, xa, visible, xs, m, lane, lanes);
 #else
-    for (i = lane; i < seen; i += lanes)
+    for (i = lane; i < visible; i += lanes)
         s += exp(VALUE(i) - m);
 #endif
     FOLD(PLUS, s);
@@ -366,11 +365,11 @@ __kernel
     i = lane;
 #if MASK == 0 && defined(IS_CPU)
     {
-        const IDX n = seen;
+        const IDX n = visible;
         WIDE(xs == 1 && ys == 1) STORE16(y, ya + i, exp(LOAD16(x, xa + i) - m) * scale);
     }
 #endif
-    for (; i < seen; i += lanes)
+    for (; i < visible; i += lanes)
         STORE(y, ya + (long)i * ys, exp(VALUE(i) - m) * scale);
     for (; i < stop; i += lanes)
         STORE(y, ya + (long)i * ys, (ACC)0);
@@ -378,7 +377,7 @@ __kernel
     ACC m = largest(x, xa, stop, xs, lane, lanes);
     FOLD(LARGER, m);
 #ifdef LOGSUMEXP
-    // An infinite row is its own answer: inf - inf would be NaN.
+    // If the maximum is infinite it is the result: inf - inf would be NaN.
     if (isinf(m))
         m = 0;
 #endif
@@ -402,7 +401,7 @@ __kernel
         STORE(y, ya + (long)i * ys, RESULT(LOAD(x, xa + (long)i * xs)));
 #endif
 #else
-    // x is the forward's result, z the gradient of it.
+    // x is the result of forward, z its gradient.
     ACC s = 0;
 #ifdef SOFTMAX_GRAD
 #define TERM(v, g) ((g) * (v))

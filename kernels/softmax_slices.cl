@@ -1,7 +1,7 @@
-// Softmax and its kin of rows that are too long to be kept in registers, in two launches of a group for each slice of a row: with
-// SLICES a group leaves what the elements of its slice add up to; without, it combines what all of the row's left, always in the same
-// order, and writes the results of its slice, or of LOGSUMEXP of the row. Comes after rows.cl and row_blocks.cl, and has what softmax.cl
-// asks for.
+// Softmax, log-softmax, logsumexp and their gradients of rows that are too long for registers, in two launches with a group for each slice
+// of a row. With SLICES a group writes the partial sums of its slice. Without, it combines those of the whole row, always in the same
+// order, and writes the results of its slice, or LOGSUMEXP of the row. Comes after rows.cl and row_blocks.cl, and needs softmax.cl's
+// definitions.
 
 #if defined(SOFTMAX_GRAD)
 #define TERM(v, g) ((g) * (v))
@@ -30,7 +30,7 @@ row(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, Rows rows, ulong n_, 
     const ulong xa = x_at + at.x, ya = y_at + at.y, za = z_at + at.z;
     __local ACC scratch[GROUP];
 #ifdef TERM
-    // x is the forward's result, z the gradient of it.
+    // x is the result of forward, z its gradient.
     ACC v[KEPT], g[KEPT];
 #ifdef SLICES
     ACC s = 0;
@@ -58,7 +58,7 @@ row(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, Rows rows, ulong n_, 
 #endif
 #elif defined(SLICES)
     ACC m = -INFINITY, s = 0, base = 0;
-    see(x, xa, first, stop, xs, &m, &base, &s);
+    sum_online(x, xa, first, stop, xs, &m, &base, &s);
     COMBINE(most);
     if (lid == 0)
         of_slices[of_slices_at + group] = (Two)(most, s);

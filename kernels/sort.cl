@@ -1,31 +1,33 @@
-// Stable sorting along a dim of a strided tensor, and searching in what is sorted; but for the search it comes after key.cl.
-// The host gives: A (dtype), V (an unsigned type of the element's size), PLACE (the type of indices: uint or ulong),
-// NK (rank), IDX, FIRST where the launch reads the elements and FINAL where it writes the results, and one of BLOCKS, MERGE, COUNT,
-// SCATTER, SEARCH. Keys and indices of line l are elements [l * n, l * n + n) of `keys` and `at`; there BLOCKS sorts every BLOCK of
-// them (with RADIX by the digits from bit FROM_BIT to TO_BIT), and each MERGE makes one run of two. COUNT and SCATTER sort whole
-// lines by the byte from bit `run` on, in tiles: how many of a tile have each byte, and, with the running sum of that, where each
-// goes. All go from `keys` and `at` to the other two. Equal keys stay in the order of their indices.
+// Stable sorting along a dim of a strided tensor, and binary search in sorted lines (SEARCH, which needs no key.cl; the others come after it).
+// The host gives A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or ulong), NK (rank), IDX, FIRST where the
+// launch reads the elements, FINAL where it writes the results, and one of:
+//   BLOCKS  sorts every block of BLOCK elements, with RADIX by the digits from bit FROM_BIT to TO_BIT
+//   MERGE   merges pairs of sorted runs of `run` elements
+//   COUNT   the histogram of each tile: how many of its keys have each value of the byte that starts at bit `run`
+//   SCATTER moves whole lines into the order of that byte; `counts` has the running sums of the histograms
+// The keys and indices of line l are elements [l * n, l * n + n) of `keys` and `at`; results go to `keys_b` and `at_b`. Equal keys stay
+// in the order of their indices.
 
 #ifndef SEARCH
 STRIDED_DIMS(Rest, NK)
 
 #define PARAMETERS                                                                                                     \
-    __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *places, ulong places_at,       \
-        __global Key *keys, ulong keys_at, __global PLACE *at, ulong at_at, __global Key *keys_b, ulong keys_b_at,     \
-        __global PLACE *at_b, ulong at_b_at, __global PLACE *counts, ulong counts_at, Rest rest, ulong lines_, ulong n_, long stride, ulong inner_, ulong run_
+    __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *indices, ulong indices_at,       \
+        __global Key *keys, ulong keys_at, __global INDEX_TYPE *at, ulong at_at, __global Key *keys_b, ulong keys_b_at,     \
+        __global INDEX_TYPE *at_b, ulong at_b_at, __global INDEX_TYPE *counts, ulong counts_at, Rest rest, ulong lines_, ulong n_, long stride, ulong inner_, ulong run_
 #define NUMBERS const IDX lines = (IDX)lines_, n = (IDX)n_, inner = (IDX)inner_
 
-// Element i of the sorted line is the one that had index p.
+// Writes element i of the sorted line: the element that had index p.
 #define PUT(line, i, p)                                                                                                \
     {                                                                                                                  \
         const long put_from = (long)x_at + at_Rest(&rest, line) + (long)(p) * stride;                                  \
         const IDX put_at = (line) / inner * inner * n + (line) % inner + (i) * inner;                                  \
         y[y_at + put_at] = ((__global const V *)x)[put_from];                                                          \
-        places[places_at + put_at] = (long)(p);                                                                        \
+        indices[indices_at + put_at] = (long)(p);                                                                        \
     }
 
-// The tile of a line that a group works on: tile `segment` of `segments`, `len` elements from element `first` on, of which this is the
-// key of element s.
+// The tile that a group works on: tile `segment` of the line's `segments`, with `len` elements from element `first` on. KEY_AT(s) is the
+// key of the tile's element s.
 #define TILES                                                                                                          \
     NUMBERS;                                                                                                           \
     const IDX segments = (n + TILE - 1) / TILE, group = (IDX)get_group_id(0), line = group / segments;                 \
@@ -37,13 +39,13 @@ STRIDED_DIMS(Rest, NK)
 #else
 #define KEY_AT(s) keys[keys_at + line * n + first + (s)]
 #endif
-// Where tile `segment` has its count of a byte.
+// The index in `counts` of this tile's count of a byte: running sums go byte by byte, and within a byte tile by tile.
 #define COUNT_AT(byte) (line * 256 * segments + (byte) * segments + segment)
 #endif
 
 #if defined(BLOCKS) || defined(SCATTER)
 #ifdef IS_CPU
-// A work-item merges its block bottom up, back and forth between the two places.
+// A work-item merges its block bottom up, back and forth between the two pairs of buffers.
 __kernel void sort_blocks(PARAMETERS) {
     NUMBERS;
     const IDX segments = (n + BLOCK - 1) / BLOCK, item = (IDX)get_global_id(0);
@@ -52,10 +54,10 @@ __kernel void sort_blocks(PARAMETERS) {
         return;
     const long from = (long)x_at + at_Rest(&rest, line);
     __global Key *k = keys_b + keys_b_at + line * n + first, *l = keys + keys_at + line * n + first;
-    __global PLACE *a = at_b + at_b_at + line * n + first, *b = at + at_at + line * n + first;
+    __global INDEX_TYPE *a = at_b + at_b_at + line * n + first, *b = at + at_at + line * n + first;
     for (IDX i = 0; i < len; ++i) {
         k[i] = KEY_OF(CAT(load_, A)(x, (ulong)(from + (long)(first + i) * stride)));
-        a[i] = (PLACE)(first + i);
+        a[i] = (INDEX_TYPE)(first + i);
     }
     for (IDX run = 1; run < BLOCK; run *= 2) {
         for (IDX start = 0; start < len; start += 2 * run) {
@@ -69,7 +71,7 @@ __kernel void sort_blocks(PARAMETERS) {
             }
         }
         __global Key *const other_keys = k;
-        __global PLACE *const other_at = a;
+        __global INDEX_TYPE *const other_at = a;
         k = l;
         a = b;
         l = other_keys;
@@ -81,62 +83,63 @@ __kernel void sort_blocks(PARAMETERS) {
 #endif
 }
 #elif defined(RADIX)
-// A group sorts one tile in local memory by its digits of four bits, the lowest first. A work-item has ITEMS elements in a row. In
-// each pass it counts how many it has of each digit; the running sum of these counts, digit by digit and within a digit item by item,
-// says where its elements go, so that equal digits stay in order. SCATTER sorts by one byte, and sends each run of a byte on.
+// Radix sort of one tile in local memory by digits of four bits, the lowest first. A work-item has ITEMS consecutive elements, and counts
+// its elements of each digit. The running sum of the counts, ordered by digit and then by work-item, is the new position of each
+// element, so that equal digits stay in order. SCATTER sorts by one byte, and then moves each run of equal bytes to its final position.
 #define ITEMS (TILE / GROUP)
 #define DIGIT(key, bit) ((uint)((key) >> (bit)) & 15)
-// Padding: accesses whose addresses differ by a power of two would otherwise meet in one bank of local memory. Positions are kept in pairs.
+// Padding: without it accesses a power of two apart conflict in one bank of local memory. Indices are stored in pairs of 16 bits.
 #define PADDED(p) ((p) + ((p) >> 5))
-#define PLACE_AT(p) ((p) + ((p) >> 6) * 2)
-// Of digits d and d + 8, which one running sum adds up at once. A row has the counts of a digit, of work-item i at SWIZZLED(i): neither
-// neighbours that count different digits meet in a bank then, nor those of which each adds up two fours in a row.
+#define PADDED_INDEX(p) ((p) + ((p) >> 6) * 2)
+// The counts of digits d and d + 8, in one word so that one running sum adds up both. Row d has those of all work-items, of work-item i at
+// SWIZZLED(i): this avoids bank conflicts both of counting and of the sums over eight consecutive words.
 typedef union {
     ushort each[2];
     uint both;
 } Counts;
 #define SWIZZLED(i) ((i) ^ ((i) % GROUP >> 3 & 4))
 #define COUNT_OF(digit) counted[((digit) & 7) * GROUP].each[(digit) >> 3]
-// Element i of those of a work-item: where it was in the tile, and how many with its digit come before it, in 12 and 4 bits.
-#define WAS(i) (places[(i) / 2] >> (i) % 2 * 16 & 0xfff)
-#define RANK(i) (places[(i) / 2] >> ((i) % 2 * 16 + 12) & 15)
+// Element i of a work-item: its old position in the tile (12 bits), and how many of the work-item's elements with the same digit precede
+// it (4 bits).
+#define OLD_POSITION(i) (packed[(i) / 2] >> (i) % 2 * 16 & 0xfff)
+#define RANK(i) (packed[(i) / 2] >> ((i) % 2 * 16 + 12) & 15)
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARAMETERS) {
     TILES;
     __local Key k[PADDED(TILE)];
     __local union {
-        ushort each[PLACE_AT(TILE)];
-        uint two[PLACE_AT(TILE) / 2];
+        ushort each[PADDED_INDEX(TILE)];
+        uint two[PADDED_INDEX(TILE) / 2];
     } a;
     __local uint4 of_digits[2 * GROUP];
     __local uint sums[GROUP], rows[GROUP / 16];
-    // Pointers, so that the distances of what an item has in a row are constants of the instructions.
+    // Pointers to a work-item's own elements: the offsets from them are constants of the instructions.
     __local Key *const own_k = k + PADDED(lid * ITEMS);
-    __local uint *const own_a = a.two + PLACE_AT(lid * ITEMS) / 2;
+    __local uint *const own_a = a.two + PADDED_INDEX(lid * ITEMS) / 2;
     __local Counts *const counted = (__local Counts *)of_digits + SWIZZLED(lid);
     __local uint4 *const low = of_digits + SWIZZLED(lid * 8) / 4, *const high = of_digits + SWIZZLED(lid * 8 + 4) / 4;
     __local const uint *const own_sums = sums + lid / 16 * 16;
     #pragma unroll 8
     for (uint i = 0; i < ITEMS; ++i) {
         const uint s = i * GROUP + lid;
-        // Padding has the largest key and comes last, so it stays behind all elements.
+        // Padding has the largest key and the last positions, so that it stays behind all elements.
         k[PADDED(s)] = s < len ? KEY_AT(s) : (Key)-1;
-        a.each[PLACE_AT(s)] = (ushort)s;
+        a.each[PADDED_INDEX(s)] = (ushort)s;
     }
     for (uint bit = FROM_BIT; bit < TO_BIT; bit += 4) {
         barrier(CLK_LOCAL_MEM_FENCE);
         #pragma unroll
         for (uint w = 0; w < 8; ++w) counted[w * GROUP].both = 0;
         Key key[ITEMS];
-        uint places[ITEMS / 2];
+        uint packed[ITEMS / 2];
         #pragma unroll
-        for (uint i = 0; i < ITEMS / 2; ++i) places[i] = own_a[i];
+        for (uint i = 0; i < ITEMS / 2; ++i) packed[i] = own_a[i];
         #pragma unroll
         for (uint i = 0; i < ITEMS; ++i) {
             key[i] = own_k[i];
-            places[i / 2] |= (uint)COUNT_OF(DIGIT(key[i], bit))++ << (i % 2 * 16 + 12);
+            packed[i / 2] |= (uint)COUNT_OF(DIGIT(key[i], bit))++ << (i % 2 * 16 + 12);
         }
         barrier(CLK_LOCAL_MEM_FENCE);
-        // The running sum: of eight words in a row, of sixteen work-items, of all.
+        // The running sum over eight words of a work-item, then over sixteen work-items, then over all.
         uint4 first_four = *low, last_four = *high;
         first_four.yw += first_four.xz;
         first_four.zw += first_four.y;
@@ -160,24 +163,25 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
             before += r < lid / 16 ? other : 0;
             total += other;
         }
-        before += total << 16; // digits from 8 on come after all below
+        before += total << 16; // digits 8 to 15, in the upper halves, come after digits 0 to 7
         *low = before + (uint4)(0, first_four.xyz);
         *high = before + (uint4)(first_four.w, last_four.xyz);
         barrier(CLK_LOCAL_MEM_FENCE);
-        // The same as `bit`, but compilers do not know: they would keep the places of counts in registers, and fewer groups would fit.
+        // Equal to `bit` (the upper half of run_ is 0), which compilers cannot know: else they keep the counts' addresses in registers,
+        // and fewer groups run at once.
         const uint again = bit + (uint)(run_ >> 32);
         #pragma unroll
         for (uint i = 0; i < ITEMS; ++i) {
             const uint to = RANK(i) + COUNT_OF(DIGIT(key[i], again));
             k[PADDED(to)] = key[i];
-            a.each[PLACE_AT(to)] = (ushort)WAS(i);
+            a.each[PADDED_INDEX(to)] = (ushort)OLD_POSITION(i);
         }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
 #ifdef SCATTER
 #define BYTE(s) ((uint)(k[PADDED(s)] >> (uint)run_) & 255)
-    // What is added to an element's place in the tile.
-    __local PLACE moved[256];
+    // For each byte, what is added to a position in the tile to get the position in the line.
+    __local INDEX_TYPE moved[256];
     for (uint s = lid; s < len; s += GROUP) {
         if (s == 0 || BYTE(s) != BYTE(s - 1)) {
             const IDX own = COUNT_AT(BYTE(s));
@@ -187,19 +191,19 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_tiles(PARA
     barrier(CLK_LOCAL_MEM_FENCE);
 #endif
     for (uint s = lid; s < len; s += GROUP) {
-        PLACE place = (PLACE)(first + a.each[PLACE_AT(s)]);
+        INDEX_TYPE index = (INDEX_TYPE)(first + a.each[PADDED_INDEX(s)]);
         IDX to = first + s;
 #ifdef SCATTER
-        to = (IDX)(PLACE)(moved[BYTE(s)] + s);
+        to = (IDX)(INDEX_TYPE)(moved[BYTE(s)] + s);
 #ifndef FIRST
-        place = at[at_at + line * n + place];
+        index = at[at_at + line * n + index];
 #endif
 #endif
 #ifdef FINAL
-        PUT(line, to, place);
+        PUT(line, to, index);
 #else
         keys_b[keys_b_at + line * n + to] = k[PADDED(s)];
-        at_b[at_b_at + line * n + to] = place;
+        at_b[at_b_at + line * n + to] = index;
 #endif
     }
 }
@@ -210,17 +214,17 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PAR
     const IDX segments = (n + BLOCK - 1) / BLOCK, first = (IDX)get_group_id(0) * (TILE / BLOCK);
     const uint lid = get_local_id(0);
     __local Key k[TILE];
-    __local PLACE a[TILE];
+    __local INDEX_TYPE a[TILE];
     for (uint s = lid; s < TILE; s += GROUP) {
         const IDX segment = first + s / BLOCK, line = segment / segments;
         const IDX i = segment % segments * BLOCK + s % BLOCK;
-        // What fills up the last block sorts behind everything.
+        // Padding of the last block sorts behind all elements.
         k[s] = (Key)-1;
-        a[s] = (PLACE)-1;
+        a[s] = (INDEX_TYPE)-1;
         if (line < lines && i < n) {
             const long from = (long)x_at + at_Rest(&rest, line) + (long)i * stride;
             k[s] = KEY_OF(CAT(load_, A)(x, (ulong)from));
-            a[s] = (PLACE)i;
+            a[s] = (INDEX_TYPE)i;
         }
     }
     for (uint size = 2; size <= BLOCK; size *= 2) {
@@ -230,7 +234,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PAR
                 const uint i = 2 * p - (p & (step - 1)), j = i + step;
                 const int up = (i & size & (BLOCK - 1)) == 0;
                 const Key ki = k[i], kj = k[j];
-                const PLACE ai = a[i], aj = a[j];
+                const INDEX_TYPE ai = a[i], aj = a[j];
                 const int after = ki > kj || (ki == kj && ai > aj);
                 if (after == up) {
                     k[i] = kj;
@@ -271,8 +275,8 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_count(PARA
 #endif
 
 #ifdef MERGE
-// Sorted runs of `run` become runs of twice that: an element's new place is its own, and how many of the other run come
-// before it, which a search finds.
+// Merges sorted runs of `run` elements into runs of twice as many. An element's new position is its position in its own run plus the
+// number of elements of the other run that precede it, by binary search.
 __kernel void sort_merge(PARAMETERS) {
     NUMBERS;
     const IDX p = (IDX)get_global_id(0), line = p / n, i = p % n, run = (IDX)run_;
@@ -292,7 +296,7 @@ __kernel void sort_merge(PARAMETERS) {
             high = between;
     }
     const IDX to = i + low - middle;
-    const PLACE own = at[at_at + line * n + i];
+    const INDEX_TYPE own = at[at_at + line * n + i];
 #ifdef FINAL
     PUT(line, to, own);
 #else
@@ -303,7 +307,7 @@ __kernel void sort_merge(PARAMETERS) {
 #endif
 
 #ifdef SEARCH
-// How many elements of a sorted line come before each value; with RIGHT those that equal it do as well.
+// The number of elements of a sorted line that are less than each value, or with RIGHT at most it.
 typedef struct {
     ulong size[NK];
     long x[NK], v[NK];

@@ -1,7 +1,7 @@
-// Comes after the prelude and before reduce.cl, softmax.cl and gather.cl: strided positions, 16-wide loads.
+// Comes after the prelude and before reduce.cl, softmax.cl and gather.cl: offsets in strided tensors, 16-wide loads, and FOLD.
 // IDX is uint where every count fits in 31 bits (64-bit division is slow on GPUs), else ulong.
 
-// Takes the index along dim k (from the innermost to 0) off the linear position i. No division for the outermost.
+// The index along dim k of the linear position i, which becomes the position in the outer dims. Dim 0 needs no division.
 #define NEXT(i, size, k) ((k) == 0 ? (i) : next_index(&(i), (IDX)(size)[k]))
 static inline IDX next_index(IDX *i, IDX n) {
     const IDX q = *i / n, r = *i - q * n;
@@ -22,7 +22,7 @@ static inline IDX next_index(IDX *i, IDX n) {
         return at;                                                                                                     \
     }
 
-// Sixteen neighbours in the compute type. PoCL vectorises no loop inside a work-item, so its kernels say it themselves.
+// Sixteen neighbours in the compute type: vectors are explicit, because PoCL vectorises no loop inside a work-item.
 #ifdef IS_CPU
 #define load16_f32(p, i) vload16(0, (p) + (i))
 #define load16_f64(p, i) vload16(0, (p) + (i))
@@ -43,9 +43,9 @@ static inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
 }
 #endif
 
-// All lanes of a row, `lanes` work-items `step` apart, get the combination of their v: 256 of them first take in the
-// others', sixteen those, then every lane those sixteen. Written out, so that the loads overlap: a macro can have no loop
-// pragma. Every work-item of the group must come here, with lid, lane and scratch[GROUP]; a group has at most 1024.
+// FOLD reduces v over the lanes of a row, `lanes` work-items `step` apart; all lanes get the result. 256 lanes first combine the others'
+// values, then sixteen lanes those of 256, and every lane combines these sixteen. It is unrolled by hand, so that loads overlap, because a
+// macro cannot have a loop pragma. Every work-item of the group must reach it, with lid, lane and scratch[GROUP]; GROUP is at most 1024.
 #ifndef IS_CPU
 #define TAKE(OP, v, at, i)                                                                                             \
     if ((i) < lanes)                                                                                                   \

@@ -1,6 +1,6 @@
-// Copies of contiguous matrices with zeros where column - row is in from..to. The host gives T (an unsigned type of as many bytes as
-// an element), VEC (as many as 16 bytes have, or 1), IDX, and INT, which is signed and as wide. A work-item owns VEC
-// neighbours, which may be of several rows, and reads them only where it keeps some.
+// Copies of contiguous matrices (triu, tril) with zeros where column - row is in from..to. The host gives T (an unsigned type of the element's
+// size), VEC (the number of elements in 16 bytes, or 1), IDX, and INT, a signed type of its width. A work-item copies VEC neighbours, which
+// may be of several rows, and reads them only if it keeps some.
 
 __kernel void triangle(__global const T *x, ulong x_at, __global T *y, ulong y_at, ulong rows_, ulong columns_, long from_,
                        long to_, ulong count_) {
@@ -30,7 +30,7 @@ __kernel void triangle(__global const T *x, ulong x_at, __global T *y, ulong y_a
             uint word[4];
         } v;
         const uint4 all = kept ? *(__global const uint4 *)x : (uint4)(0);
-        // Each word on its own: compilers move vectors of shorter elements in two pieces.
+        // Word by word: compilers split moves of vectors of shorter elements in two.
         v.word[0] = all.x;
         v.word[1] = all.y;
         v.word[2] = all.z;

@@ -1,28 +1,27 @@
-// Windows over the last two dims of images: taking them apart (UNFOLD) and adding them up again (FOLD_WINDOWS), greatest elements
-// (MAX) and means (MEAN), and the gradients of these (UNMAX, UNMEAN). The host gives one of those names, IDX, and V (an
-// unsigned type of the element's size) or A (dtype) with ACC and ACC_NAME, and INT, a type for places in an image: int where they fit,
-// for 64-bit products and quotients cost GPUs more than the windows' elements do; ADAPTIVE where windows divide the image among
-// themselves instead of having one size. Everything is a gather: a work-item owns elements of a contiguous result, one but for
-// UNFOLD, and reads what belongs to them, so there are no atomics and the bits are the same on every run.
+// Windows over the last two dims of images: im2col (UNFOLD), col2im (FOLD_WINDOWS), max-pooling (MAX), average pooling (MEAN), and the
+// gradients of pooling (UNMAX, UNMEAN). The host gives one of those names, IDX, V (an unsigned type of the element's size) or A (dtype)
+// with ACC and ACC_NAME, and ADAPTIVE for adaptive pooling. INT is the type of positions in an image: int where they fit, because 64-bit
+// products and divisions cost GPUs more than the windows' elements. All kernels are gathers: a work-item computes one element of a
+// contiguous result (in UNFOLD and pooling maybe several), so that there are no atomics and results are reproducible.
 
-// Pairs are rows and columns; the padding is that before an image.
+// Pairs are rows and columns; `padding` is before an image, `behind` after it.
 typedef struct {
     long image[2], taps[2], grid[2], stride[2], padding[2], behind[2], dilation[2];
     long n, c;
-    // Strides of what is read: n, c, then of an image rows and columns, of columns taps and windows, of a pool windows.
+    // Strides of the input: n, c, then rows and columns of an image, or rows and columns of taps and of windows, or those of a pool's windows.
     long x[6];
 } Windows;
 
 #ifndef INT
 #define INT long
 #endif
-// Number k along direction d.
+// Field k of the windows, along direction d.
 #define W(k, d) ((INT)w->k[d])
 
 #define LOAD CAT(load_, A)
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
-// The elements of the image that window o has along direction d: from start to stop, a dilation apart.
+// The elements of the image in window o along direction d: from start to before stop, a dilation apart.
 static inline void span(const Windows *w, int d, INT o, INT *start, INT *stop) {
 #ifdef ADAPTIVE
     *start = o * W(image, d) / W(grid, d);
@@ -34,7 +33,7 @@ static inline void span(const Windows *w, int d, INT o, INT *start, INT *stop) {
 #endif
 }
 
-// The windows, first to last, that may have element h along direction d.
+// The windows, first to last, that may contain element h along direction d.
 static inline void holders(const Windows *w, int d, INT h, INT *first, INT *last) {
 #ifdef ADAPTIVE
     *first = h * W(grid, d) / W(image, d);
@@ -47,8 +46,8 @@ static inline void holders(const Windows *w, int d, INT h, INT *first, INT *last
 }
 
 #ifdef UNFOLD
-// y is [n, c, kh, kw, oh, ow], or with `inside` [c, kh, kw, n, oh, ow]; 0 where a tap is outside of the image. A work-item
-// has `each` rows of taps of one of `count` windows of a channel, so that it divides once for them.
+// y is [n, c, kh, kw, oh, ow], or with `inside` [c, kh, kw, n, oh, ow]; taps outside the image are 0. A work-item writes `each` rows of
+// taps of one of `count` windows of all channels, and divides once for them.
 __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at, Windows w, ulong count, uint each,
                      uint inside) {
     IDX i = (IDX)get_global_id(0);
@@ -77,8 +76,8 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
 }
 #else
 
-// The position of p in an [n, c, rows, columns] result, or with LAST one that has its channels innermost: VEC of them are a work-item's in
-// the kernels that come after neighbours.cl.
+// The indices of a work-item's element p in an [n, c, rows, columns] result, or with LAST in a channels-last one. After neighbours.cl a
+// work-item has VEC neighbouring channels.
 #ifdef LAST
 #define CHANNEL_LAST const long c = (long)next_index(&n, (IDX)w.c / VEC) * VEC;
 #define CHANNEL_FIRST
@@ -103,7 +102,7 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
 #define VEC 1
 #endif
 
-// What a mean is divided by: `divide` where that is above 0; else the window's elements, with 0 those in the padding too.
+// The divisor of a mean: `divide` where that is positive; else the number of the window's elements, with 0 including those in the padding.
 static inline ACC divisor(const Windows *w, INT oh, INT ow, long divide) {
     if (divide > 0)
         return (ACC)divide;
@@ -146,7 +145,7 @@ __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _
 #endif
 
 #ifdef MAX
-// The greatest element and where it is in the image; the last NaN if there is one, the first among equals.
+// The greatest element and its index in the image: the last NaN if there is one, else the first among equals.
 __kernel void window(In x, ulong x_at, Out y, ulong y_at, __global long *index, ulong index_at, Windows w, ulong count) {
     POSITION(w.grid[0], w.grid[1]);
     INT top, bottom, left, right;
@@ -182,7 +181,7 @@ __kernel void window(In x, ulong x_at, Out y, ulong y_at, __global long *index, 
 #if defined(MAX_OF_IMAGE) || defined(MEAN_OF_IMAGE)
 __constant sampler_t PIXEL = CLK_NORMALIZED_COORDS_FALSE | CLK_ADDRESS_NONE | CLK_FILTER_NEAREST;
 
-// As MAX and MEAN, of an image as in image.cl: four channels of a window a work-item.
+// MAX and MEAN of an OpenCL image as in image.cl: a work-item computes four channels of a window.
 __kernel void window(__read_only image2d_t x, __global CAT(A, _t) *y, ulong y_at, __global long *index, ulong index_at, Windows w,
                      ulong count, long divide) {
     IDX n = (IDX)get_global_id(0);
@@ -206,7 +205,7 @@ __kernel void window(__read_only image2d_t x, __global CAT(A, _t) *y, ulong y_at
         }
     }
     const float result[4] = {best.x, best.y, best.z, best.w};
-    const int place[4] = {at.x, at.y, at.z, at.w};
+    const int indices[4] = {at.x, at.y, at.z, at.w};
 #else
     float4 sum = 0;
     for (INT i = top; i < bottom; ++i)
@@ -219,14 +218,14 @@ __kernel void window(__read_only image2d_t x, __global CAT(A, _t) *y, ulong y_at
         const ulong p = (((ulong)n * w.c + 4 * block + q) * w.grid[0] + h) * w.grid[1] + v;
         STORE(y, y_at + p, result[q]);
 #ifdef MAX_OF_IMAGE
-        index[index_at + p] = place[q];
+        index[index_at + p] = indices[q];
 #endif
     }
 }
 #endif
 
 #ifdef UNMAX
-// index is contiguous, [n, c, windows], or with LAST [n, windows, c].
+// `index` is contiguous: [n, c, windows], or with LAST [n, windows, c].
 __kernel void window(In x, ulong x_at, Out y, ulong y_at, __global const long *index, ulong index_at, Windows w, ulong count) {
     POSITION(w.image[0], w.image[1]);
 #ifdef LAST

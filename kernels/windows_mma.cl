@@ -1,9 +1,9 @@
-// A matrix of windows over images that is not in memory, for gemm_mma.cl: its elements are read where images have them. Comes before
-// that file. A window's elements are ordered by row and column of the tap, then by channel. Images are channels-last, and 16 bytes lie
-// in one piece inside of a tap; taps outside of an image read zeros.
+// Implicit im2col for gemm_mma.cl, before which it comes: the matrix of windows over images is not in memory, and its elements are read
+// from the images. A window's elements are ordered by row and column of the tap, then by channel. Images are channels-last, so that a
+// copy of 16 bytes is inside one tap; taps outside of an image read zeros.
 //
-// Windows are rows of the left matrix (LEFT), or columns (B_ALONG_K) or rows of the right one; images follow one another. WINDOWS is
-// where the numbers begin in p.v: sizes and steps of windows in pixels, strides of images in elements.
+// Windows are rows of the left matrix (LEFT), or columns (B_ALONG_K) or rows of the right one, image after image. WINDOWS is the index
+// in p.v of the first parameter: sizes and steps of windows are in pixels, strides of images in elements.
 
 #if defined(MMA) && defined(WINDOWS)
 #define CHANNELS (uint)p.v[WINDOWS]
@@ -26,32 +26,32 @@
 #define TAP_ROW (DILATION_ROW * IMAGE_ROW)
 #define TAP_COL (DILATION_COL * PIXEL)
 
-// Where the result of window or element j is in a row of results, or the row of the window. Windows: so much further from image to image, or
-// APART: images, their rows and what is in these have strides. Elements, APART: channels, of which there are so many without those that
-// fill 16 bytes, and taps have strides.
-#define IS_PLACE(j) true
+// RESULT_OFFSET(j): the offset of the result of window j, or of element j of a window, in elements of the result. Without APART results of
+// an image are contiguous, and AFTER is what is skipped between images. With APART windows have strides of images, rows and columns,
+// and elements have strides of channels and taps; elements of the channels that pad to 16 bytes are not stored (IS_STORED).
+#define IS_STORED(j) true
 #if defined(APART) && (LEFT || B_ALONG_K)
-#define PLACE(j) place_of(p, (uint)(j))
-static inline long place_of(const params p, uint window)
+#define RESULT_OFFSET(j) result_offset(p, (uint)(j))
+static inline long result_offset(const params p, uint window)
 {
-    const uint image = window / GRID, place = window - image * GRID, row = place / GRID_COLS;
-    return image * AFTER + row * p.v[WINDOWS + 17] + (place - row * GRID_COLS) * p.v[WINDOWS + 18];
+    const uint image = window / GRID, position = window - image * GRID, row = position / GRID_COLS;
+    return image * AFTER + row * p.v[WINDOWS + 17] + (position - row * GRID_COLS) * p.v[WINDOWS + 18];
 }
 #elif defined(APART)
-#define PLACE(j) ((uint)(j) % CHANNELS * AFTER + (uint)(j) / CHANNELS * p.v[WINDOWS + 18])
-#undef IS_PLACE
-#define IS_PLACE(j) ((uint)(j) % CHANNELS < p.v[WINDOWS + 17])
+#define RESULT_OFFSET(j) ((uint)(j) % CHANNELS * AFTER + (uint)(j) / CHANNELS * p.v[WINDOWS + 18])
+#undef IS_STORED
+#define IS_STORED(j) ((uint)(j) % CHANNELS < p.v[WINDOWS + 17])
 #else
-#define PLACE(j) ((j) + (uint)(j) / GRID * AFTER)
+#define RESULT_OFFSET(j) ((j) + (uint)(j) / GRID * AFTER)
 #endif
 
-// Bytes from the first image to a window, before it where the padding is; bits of the rows of taps that are inside of the image, and
-// above them of the columns. Kernels of more have all of their taps inside.
+// The offset of a window in bytes from the first image, negative in the padding. `inside` has a bit for each row of taps that is inside
+// the image, and above these one for each column. Images of windows with more than MOST_TAPS rows or columns have the padding in memory.
 #define MOST_TAPS 16
 static inline int window_at(const params p, uint window, uint* inside)
 {
-    const uint image = window / GRID, place = window - image * GRID, row = place / GRID_COLS;
-    int y = (int)row * STRIDE_ROW - PADDING_ROW, x = (int)(place - row * GRID_COLS) * STRIDE_COL - PADDING_COL;
+    const uint image = window / GRID, position = window - image * GRID, row = position / GRID_COLS;
+    int y = (int)row * STRIDE_ROW - PADDING_ROW, x = (int)(position - row * GRID_COLS) * STRIDE_COL - PADDING_COL;
     const int at = ((int)image * IMAGE + y * IMAGE_ROW + x * PIXEL) * BYTES;
     uint bits = 0;
     for (uint r = 0; r < KERNEL_ROWS; r++, y += DILATION_ROW) bits |= (uint)((uint)y < IMAGE_ROWS) << r % MOST_TAPS;
@@ -59,14 +59,14 @@ static inline int window_at(const params p, uint window, uint* inside)
     *inside = bits;
     return at;
 }
-// Bytes from a window to an element of it, and the bits of its tap.
+// The offset in bytes of an element from its window, and the bits of its tap in `inside`.
 static inline int element_at(const params p, uint tap_row, uint tap_col, uint channel)
 {
     return ((int)channel + (int)tap_row * TAP_ROW + (int)tap_col * TAP_COL) * BYTES;
 }
 static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row % MOST_TAPS | 1u << (MOST_TAPS + tap_col % MOST_TAPS); }
 
-// The side of the windows.
+// Definitions for the operand that the windows are.
 #if LEFT
 #define OF(x) A_##x
 #define FROM from_a
@@ -91,7 +91,7 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
 #define WINDOW_WHOLE(to, from, step, e) copy_inside(to, WINDOW_FROM(from, step, e), WINDOW_INSIDE(e))
 
 #if LEFT || B_ALONG_K
-// Each copy of a slice is of another window, always the same; its chunk moves from tap to tap.
+// Windows along m or n: each copy e of a work-item belongs to one window for the whole loop, and moves from tap to tap.
 #define WINDOW_FROM(from, step, e) ((from) + (long)window[e])
 #define WINDOW_INSIDE(e) ((inside[e] & tap) == tap)
 #define FIRST_WINDOWS                                                                                                  \
@@ -125,7 +125,7 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
     }
 
 #if LEFT && !B_ALONG_K
-// The right matrix is a weight whose rows are matrices of the taps, as it lies: so many elements from tap to tap. Slices are inside of one.
+// The right matrix is the weight as it is in memory, with strides between its taps. A slice is inside one tap.
 #define WEIGHT_ROW p.v[WINDOWS + 19]
 #define WEIGHT_COL p.v[WINDOWS + 20]
 #define NEXT_TAP_COL from_b += (WEIGHT_COL - CHANNELS * B_ROW) * BYTES;
@@ -141,22 +141,23 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
 #define NEXT_TAP_ROW
 #endif
 #else
-// Each copy of a slice is of another window in each: a work-item finds one of those that its warp copies, and all ask it.
-#define AT_ONCE (B_CHUNKS < 32 ? 32 / B_CHUNKS : 1)
-#define FINDER(e) ((e) * AT_ONCE + lane * AT_ONCE / 32)
-#define WINDOW_FROM(from, step, e) ((from) + (long)(int)of_lane((uint)window, FINDER(e)))
-#define WINDOW_INSIDE(e) ((of_lane(inside, FINDER(e)) & tap) == tap)
+// Windows along k: every slice has other windows. Each lane computes the offset of one of the windows that its warp copies, and the lanes
+// exchange them by shuffles.
+#define WINDOWS_AT_ONCE (B_CHUNKS < 32 ? 32 / B_CHUNKS : 1)
+#define LANE_OF_COPY(e) ((e) * WINDOWS_AT_ONCE + lane * WINDOWS_AT_ONCE / 32)
+#define WINDOW_FROM(from, step, e) ((from) + (long)(int)of_lane((uint)window, LANE_OF_COPY(e)))
+#define WINDOW_INSIDE(e) ((of_lane(inside, LANE_OF_COPY(e)) & tap) == tap)
 #define FIRST_WINDOWS                                                                                                  \
-    uint found, inside, tap;                                                                                           \
+    uint own_window, inside, tap;                                                                                           \
     int window;                                                                                                        \
     AGAIN_WINDOWS
 #define AGAIN_WINDOWS                                                                                                  \
     const uint element = FIRST_WINDOW + t % B_CHUNKS * (16 / BYTES), tap_of = element / CHANNELS;                      \
     FROM += (long)element_at(p, tap_of / KERNEL_COLS, tap_of % KERNEL_COLS, element % CHANNELS);                       \
     tap = tap_bits(tap_of / KERNEL_COLS, tap_of % KERNEL_COLS);                                                        \
-    found = (uint)from_k + warp * 32 / B_CHUNKS + lane % AT_ONCE + lane / AT_ONCE * (THREADS / B_CHUNKS);              \
-    window = window_at(p, found, &inside);
-#define NEXT_WINDOWS window = window_at(p, found += TILE_K, &inside);
+    own_window = (uint)from_k + warp * 32 / B_CHUNKS + lane % WINDOWS_AT_ONCE + lane / WINDOWS_AT_ONCE * (THREADS / B_CHUNKS);              \
+    window = window_at(p, own_window, &inside);
+#define NEXT_WINDOWS window = window_at(p, own_window += TILE_K, &inside);
 static inline uint of_lane(uint x, uint lane)
 {
     uint of;

@@ -1,5 +1,5 @@
-//! Attention in one kernel, and its gradients in two: `kernels/attention.cl`, then `attention_tiles.cl`, or `attention_products.cl` and
-//! `attention_mma.cl` where tensor cores multiply.
+//! Fused attention, and its gradients in two kernels: `kernels/attention.cl` with `attention_tiles.cl`, or on tensor cores with
+//! `attention_products.cl` and `attention_mma.cl`.
 
 use std::sync::Arc;
 
@@ -29,11 +29,11 @@ const MMA: &str = concat!(
     include_str!("../../../kernels/attention_mma.cl")
 );
 
-/// Keys that a group goes over at least where several share those of a tile of queries.
+/// The fewest keys of a group where several groups share the keys of a tile of queries.
 const KEYS_OF_A_PART: usize = 256;
 
-/// Whether the kernels compute this: on processors products of blocks are faster, and so, by their arithmetic, are those of halves on
-/// tensor cores where the kernels for these do not take them.
+/// Whether the kernels compute this. Products by blocks are faster on processors, and for halves on devices with tensor cores where
+/// `attention_mma.cl` cannot take the call.
 pub(crate) fn has(a: &FusedAttention) -> Result<bool> {
     let device = a.q.cl_device()?;
     let [heads, queries, keys, width, value_width] = a.sizes();
@@ -50,7 +50,7 @@ pub(crate) fn has(a: &FusedAttention) -> Result<bool> {
         && [Entry::Split, Entry::Queries].iter().all(|&entry| Tile::plain(device, a, entry).next().is_some()))
 }
 
-/// The tensors of the launches, the mask's place taken by another one where there is none.
+/// Queries, keys, values and mask; without a mask the queries fill its argument.
 fn operands<'a>(a: &FusedAttention<'a>) -> [&'a Tensor; 4] {
     [a.q, a.k, a.v, a.mask.unwrap_or(a.q)]
 }
@@ -77,7 +77,7 @@ pub(crate) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> R
     let tensors = [q, k, v, mask, out, logsumexp];
     run(OpKind::Attention, a, &tensors, |device| {
         let mut shape = Launches::new(device, a, &tensors[..5]);
-        // Few tiles of queries share the device's compute units with their keys, not on tensor cores, where there are many queries.
+        // Where tiles of queries are fewer than compute units, groups share the keys of a tile; not on tensor cores, which get many queries.
         let (units, mut parts) = (device.info().compute_units.max(1), 1);
         let groups = |shape: &Launches| shape.groups(Entry::Forward, shape.tiles(Entry::Forward)[0]);
         if a.q.dtype == DType::F32 && groups(&shape) < units {
@@ -133,23 +133,23 @@ pub(crate) fn backward(a: &FusedAttention, of: &Attended, results: [&Tensor; 3])
     })
 }
 
-/// Of the operands of a launch those that every kernel has in local memory: queries, keys, values and the result's gradient.
+/// The operands that every kernel copies to local memory: queries, keys, values and the result's gradient.
 fn staged<'a>(operands: &'a [&'a Tensor]) -> impl Iterator<Item = &'a Tensor> {
     operands[..3].iter().chain(operands.get(5)).copied()
 }
 
-/// What the launches of a call have in common.
+/// What the launches of one call share.
 struct Launches<'a> {
     device: &'static ClDevice,
     a: &'a FusedAttention<'a>,
     /// `[batch.., heads, rows, columns]`: queries, keys, values, mask and result; for backward also the result's gradient and those of
     /// the first three.
     operands: &'a [&'a Tensor],
-    /// Of the dims before the heads.
+    /// The dims before the heads.
     batch: StridedDims,
-    /// Where tensor cores multiply, bytes that are copied to local memory at once.
+    /// On tensor cores, the bytes that are copied to local memory at once.
     copy: Option<usize>,
-    /// Elements that a work-item loads at once elsewhere, and stores there.
+    /// Elements that a work-item stores at once on tensor cores, and loads at once elsewhere.
     width: usize,
 }
 
@@ -161,7 +161,7 @@ impl<'a> Launches<'a> {
         Launches::copying(device, a, operands, attention_tile::copied_at_once(device, a, &all))
     }
 
-    /// [`new`](Self::new) with so many bytes copied at once where tensor cores are to multiply.
+    /// [`new`](Self::new) with `copy` given; without it tensor cores are not used.
     fn copying(
         device: &'static ClDevice,
         a: &'a FusedAttention<'a>,
@@ -196,7 +196,7 @@ impl<'a> Launches<'a> {
         self.batches() * rows.div_ceil(tile.own())
     }
 
-    /// The tiles that the kernel may have, the best first.
+    /// The usable tiles, the best first.
     fn tiles(&self, entry: Entry) -> Vec<Tile> {
         match self.copy {
             Some(_) => Tile::mma(self.device, self.a, entry, |tile| self.groups(entry, tile)),
@@ -204,8 +204,7 @@ impl<'a> Launches<'a> {
         }
     }
 
-    /// The kernel with the best tile that it can be launched with: the compiler decides how many registers a kernel takes, which
-    /// limits its work-groups.
+    /// The kernel with the best tile that can be launched: the registers that the compiler allocates limit the work-group.
     fn kernel(&self, entry: Entry) -> Result<(Tile, Arc<ClKernel>)> {
         let mut made = None;
         for tile in self.tiles(entry) {
@@ -250,7 +249,7 @@ impl<'a> Launches<'a> {
         })
     }
 
-    /// A tensor of the list, with its strides.
+    /// Appends operand i and its strides to the arguments.
     fn operand(&self, launch: &mut KernelLaunch, i: usize) {
         let t = self.operands[i];
         launch.tensor(i);
@@ -266,7 +265,7 @@ impl<'a> Launches<'a> {
         launch.words(sizes.chain([usize::from(self.a.causal), parts]).map(|n| n as i64));
     }
 
-    /// The scale, what concerns dropout, and its seed.
+    /// Appends the scale, and dropout's probability, factor and seed.
     fn call(&self, launch: &mut KernelLaunch) {
         launch.scalars(3, self.a.q.dtype.compute());
         launch.seeds(1);

@@ -1,20 +1,20 @@
-//! The tiles that the kernels of attention go over: how large they are on a device, and which of the kernels takes a call.
+//! The tiles of the attention kernels: their sizes on a device, and which of the kernels computes a call.
 
 use crate::backend::opencl::geometry::{declarable_local_memory, row_starts};
 use crate::backend::problem::attention::FusedAttention;
 use crate::device::opencl::{ClDevice, Knob, MOST_REGISTERS, SM_90A};
 use crate::{DType, Tensor};
 
-/// The widest heads: of wider ones a tile of a few rows fills the local memory.
+/// The widest heads: wider ones fill the local memory with a tile of a few rows.
 pub(crate) const WIDEST_HEAD: usize = 256;
 
-/// The widest whose gradients stay in registers where tensor cores multiply.
+/// The widest heads on tensor cores, whose gradients stay in registers.
 const WIDEST_MMA: usize = 128;
 
-/// Queries up to which tensor cores, of whose fragments most would be empty, do not multiply.
+/// The most queries for which tensor cores are not used, because most of their fragments would be empty.
 const FEW_QUERIES: usize = 16;
 
-/// What the template is compiled to; see there.
+/// The kernels of the template, described in `kernels/attention.cl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Entry {
     Forward,
@@ -29,11 +29,11 @@ pub(crate) enum Entry {
 pub(crate) enum Tile {
     /// Work-items along rows and columns, and the scores of each.
     Plain { columns: usize, rows: usize, mi: usize, ni: usize },
-    /// On tensor cores: each warp has so many fragments of 16 rows; four of them multiply together where `wgmma` does it.
+    /// On tensor cores: warps, and fragments of 16 rows in each. With `wgmma` four warps multiply together.
     Mma { warps: usize, fragments: usize, other: usize, wgmma: bool },
 }
 
-/// The largest first: these do the most arithmetic for an element that they read.
+/// The largest first: these do the most arithmetic per element read.
 const PLAIN: [Tile; 9] = [
     plain(16, 4, 4),
     plain(16, 2, 4),
@@ -54,18 +54,18 @@ const fn mma(fragments: usize, other: usize) -> Tile {
     Tile::Mma { warps: 4, fragments, other, wgmma: false }
 }
 
-/// Registers that a work-item takes at most where tensor cores multiply f32 in heads of up to 64: three groups share a compute unit.
+/// The most registers of a work-item for f32 on tensor cores with heads of up to 64, so that three groups share a compute unit.
 const REGISTERS: usize = 168;
 
 const WGMMA: Tile = Tile::Mma { warps: 4, fragments: 1, other: 64, wgmma: true };
 
-/// Whether these are halves or f32, and enough of them, on a device whose tensor cores multiply them.
+/// Whether the dtype is a half or f32, the queries are enough for tensor cores, and the device has them.
 pub(crate) fn many_for_tensor_cores(device: &ClDevice, a: &FusedAttention) -> bool {
     a.q.dtype.size() <= 4 && a.sizes()[1] > FEW_QUERIES && device.tensor_cores().local > 0
 }
 
-/// Bytes of these tensors' rows that are copied at once where tensor cores multiply; none where others have to: where rows are not contiguous
-/// or begin anywhere, heads are too wide, or the scale is not positive in f32, so that the greatest product has not the greatest weight.
+/// The bytes that are copied at once from the rows of these tensors, on tensor cores. None where these cannot be used: rows are not contiguous
+/// or not aligned, heads are too wide, or the scale is not positive in f32, so that the greatest product need not have the greatest weight.
 pub(crate) fn copied_at_once(device: &ClDevice, a: &FusedAttention, tensors: &[&Tensor]) -> Option<usize> {
     let [.., width, value_width] = a.sizes();
     let last = |t: &Tensor| t.rank() - 1;
@@ -82,7 +82,7 @@ pub(crate) fn copied_at_once(device: &ClDevice, a: &FusedAttention, tensors: &[&
 }
 
 impl Tile {
-    /// Rows of the tile that a group keeps.
+    /// Rows of the tile that a group keeps (OWN).
     pub(crate) fn own(self) -> usize {
         match self {
             Tile::Plain { rows, mi, .. } => rows * mi,
@@ -90,7 +90,7 @@ impl Tile {
         }
     }
 
-    /// Rows of those that it goes over.
+    /// Rows of the tiles that it goes over (OTHER).
     fn other(self) -> usize {
         match self {
             Tile::Plain { columns, ni, .. } => columns * ni,
@@ -105,7 +105,7 @@ impl Tile {
         }
     }
 
-    /// The widths of keys and values in local memory: of plain tiles every work-item has four neighbours, or several times four.
+    /// The padded width of keys or values in local memory. In plain tiles each work-item has a multiple of four columns.
     pub(crate) fn padded(self, width: usize) -> usize {
         match self {
             Tile::Plain { columns, .. } => width.next_multiple_of(4 * columns),
@@ -130,7 +130,7 @@ impl Tile {
         elements * dtype.size()
     }
 
-    /// Those that this device has room for, without those of more than 8 rows of which more than half would be empty.
+    /// The plain tiles that fit in local memory, without those of more than 8 rows of which more than half would be empty.
     pub(crate) fn plain(device: &ClDevice, a: &FusedAttention, entry: Entry) -> impl Iterator<Item = Tile> {
         let (info, [heads, queries, ..]) = (device.info(), a.sizes());
         let (group, memory) = (info.max_work_group, declarable_local_memory(device));
@@ -139,8 +139,8 @@ impl Tile {
         PLAIN.into_iter().filter(fits).filter(move |tile| tile.own() <= enough)
     }
 
-    /// Those for tensor cores, the fastest on an H200 first: as many sums as there are registers for, and as many groups as a device has
-    /// units, of `groups` with such a tile.
+    /// The tiles for tensor cores, the fastest on an H200 first: with as many accumulators as registers allow, and with at least as many
+    /// work-groups (`groups` of a tile) as the device has compute units.
     pub(crate) fn mma(
         device: &ClDevice,
         a: &FusedAttention,
@@ -163,7 +163,7 @@ impl Tile {
         tiles
     }
 
-    /// One number that tells it from every other.
+    /// A number that differs for all tiles.
     pub(crate) fn key(self) -> u64 {
         let numbers = match self {
             Tile::Plain { columns, rows, mi, ni } => [columns, rows, mi, ni],
@@ -172,7 +172,7 @@ impl Tile {
         numbers.into_iter().fold(0, |key, n| key << 8 | n as u64)
     }
 
-    /// What the template is told of it.
+    /// Its definitions for the template.
     pub(crate) fn defines(self, dtype: DType, widest: usize) -> String {
         match self {
             Tile::Plain { columns, rows, mi, ni } => {

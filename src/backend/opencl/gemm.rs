@@ -8,7 +8,7 @@ pub(crate) mod tests;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::gemm::source::{Extent, source};
-use crate::backend::opencl::gemm_mma::{Found, Mma, Parts, WindowsAs};
+use crate::backend::opencl::gemm_mma::{InBuffer, Mma, Parts, WindowsAs};
 use crate::backend::opencl::gemm_panel::Panel;
 use crate::backend::opencl::gemm_thin::Thin;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
@@ -154,8 +154,8 @@ fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> R
     let others: SmallVec<[&Layout; 4]> = others.iter().collect();
     let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &others);
     let compute = g.compute();
-    let found = [g.a, g.b].map(|t| Found { dtype: t.dtype, first: t.layout.offset });
-    let (plan, variant, flipped) = choose(plan, found, compute, device);
+    let matrices = [g.a, g.b].map(|t| InBuffer { dtype: t.dtype, first: t.layout.offset });
+    let (plan, variant, flipped) = choose(plan, matrices, compute, device);
     // The left and the right matrix by their indices in the list.
     let order = if flipped { [1, 0] } else { [0, 1] };
     let sums = sums.filter(|_| !flipped && variant.sums_rows(&plan));
@@ -289,17 +289,17 @@ pub(crate) fn is_processor(device: &ClDevice) -> bool {
 }
 
 /// The kernel for this device and problem, and the plan the way round it wants it: (plan, kernel, whether transposed).
-fn choose(plan: GemmPlan, found: [Found; 2], compute: Compute, device: &ClDevice) -> (GemmPlan, Variant, bool) {
+fn choose(plan: GemmPlan, matrices: [InBuffer; 2], compute: Compute, device: &ClDevice) -> (GemmPlan, Variant, bool) {
     let info = device.info();
     let big = info.max_work_group >= THREADS && info.local_memory >= 24 << 10;
     if is_processor(device) || !big {
         return vectors(plan, compute, device);
     }
-    if let Some(thin) = thin(&plan, found, compute, device) {
+    if let Some(thin) = thin(&plan, matrices, compute, device) {
         return thin;
     }
     let (plan, flip) = along_rows(plan);
-    let [a, b] = if flip { [found[1], found[0]] } else { found };
+    let [a, b] = if flip { [matrices[1], matrices[0]] } else { matrices };
     let columns = device.tuned_for(Knob::MmaColumns, class_of(&plan, compute));
     let mma = Mma::choose(&plan, a, b, (info.compute_units, columns), || device.tensor_cores());
     let variant = mma.map_or_else(|| tiled(&plan, compute, device), Variant::Mma);
@@ -307,14 +307,19 @@ fn choose(plan: GemmPlan, found: [Found; 2], compute: Compute, device: &ClDevice
 }
 
 /// The kernel for few rows, or few columns the other way round.
-fn thin(plan: &GemmPlan, [a, b]: [Found; 2], compute: Compute, device: &ClDevice) -> Option<(GemmPlan, Variant, bool)> {
+fn thin(
+    plan: &GemmPlan,
+    [a, b]: [InBuffer; 2],
+    compute: Compute,
+    device: &ClDevice,
+) -> Option<(GemmPlan, Variant, bool)> {
     let info = device.info();
     let flip = plan.n < plan.m;
-    let (plan, found) = if flip { (plan.clone().transposed(), [b, a]) } else { (plan.clone(), [a, b]) };
+    let (plan, matrices) = if flip { (plan.clone().transposed(), [b, a]) } else { (plan.clone(), [a, b]) };
     let most = info.max_work_group.min(info.local_memory / Thin::LOCAL_EACH);
     let units = info.compute_units.max(1);
     let groups = units * device.tuned_for(Knob::ThinGroups, class_of(&plan, compute));
-    let thin = Thin::choose(&plan, found, compute, [units, groups, most], || device.has_fence())?;
+    let thin = Thin::choose(&plan, matrices, compute, [units, groups, most], || device.has_fence())?;
     Some((plan, Variant::Thin(thin), flip))
 }
 

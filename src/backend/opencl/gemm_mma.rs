@@ -1,4 +1,4 @@
-//! Matrix products on tensor cores: which problems `kernels/gemm_mma.cl` takes, and with which tiles.
+//! Matrix products on tensor cores: which problems `kernels/gemm_mma.cl` computes, and with which tiles.
 
 use smallvec::SmallVec;
 
@@ -7,7 +7,7 @@ use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 use crate::backend::problem::precision;
 use crate::device::opencl::{ARRIVALS, SM_90A, TensorCores};
 
-/// What comes after the template of the other kernels.
+/// The source after `kernels/gemm.cl`.
 pub(crate) const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/rounded.cl"),
     include_str!("../../../kernels/mma.cl"),
@@ -16,7 +16,7 @@ pub(crate) const TEMPLATE: &str = concat!(
     include_str!("../../../kernels/gemm_mma.cl")
 );
 
-/// Rows, columns and depth of a work-group's tile, warps along rows and columns, slices in local memory.
+/// A work-group's tile: rows, columns and depth of a slice; warps along rows and columns; slices in local memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tile {
     m: usize,
@@ -27,7 +27,7 @@ struct Tile {
     wgmma: bool,
 }
 
-/// By warps, each its own part; by two groups of four warps, 64 rows each.
+/// A tile for mma.sync, where each warp has its own part; the next one is for wgmma, with 64 rows for each of two groups of four warps.
 const fn mma_tile(m: usize, n: usize, k: usize, warps: (usize, usize), stages: usize) -> Tile {
     Tile { m, n, k, warps, stages, wgmma: false }
 }
@@ -35,17 +35,16 @@ const fn wgmma_tile(n: usize, k: usize, stages: usize) -> Tile {
     Tile { m: 128, n, k, warps: (8, 1), stages, wgmma: true }
 }
 
-/// One group of four warps.
+/// A tile for wgmma by one group of four warps.
 const fn few_rows(n: usize, k: usize, stages: usize) -> Tile {
     Tile { m: 64, warps: (4, 1), ..wgmma_tile(n, k, stages) }
 }
 
-/// Fewer rows or columns are left to the other kernels, and up to the second number of them where they are not deep.
+/// The fewest rows and columns for tensor cores: the first number where k is at least [`LARGE_K`], else the second.
 const MIN_SIDE: (usize, usize) = (8, 32);
 const LARGE_K: usize = 1024;
 
-/// Of f16 and bf16, and of f32, whose slices are in local memory twice over: the fastest first, then the ones for fewer
-/// rows and columns.
+/// Tiles for f16 and bf16: the fastest first, then those for fewer rows and columns.
 const HALF: [Tile; 6] = [
     wgmma_tile(256, 64, 4),
     wgmma_tile(128, 64, 4),
@@ -60,6 +59,7 @@ const FEW_ROWS: [&[Tile]; 2] = [
     &[few_rows(128, 64, 4), few_rows(256, 64, 4), mma_tile(64, 64, 64, (2, 2), 4)],
     &[few_rows(128, 32, 3), few_rows(64, 32, 4), mma_tile(64, 64, 16, (2, 2), 4)],
 ];
+/// Tiles for f32, in the same order; local memory has the planes of bf16 beside the slices.
 const SINGLE: [Tile; 5] = [
     wgmma_tile(128, 32, 3),
     wgmma_tile(64, 32, 4),
@@ -70,10 +70,11 @@ const SINGLE: [Tile; 5] = [
 
 /// Columns of the narrowest tiles.
 const MIN_TILE: usize = 64;
-/// Windows of few elements, of which memory takes the time: two work-groups fit on a multiprocessor, so that one writes while the other reads.
+/// The largest k for which windows on the left are bound by memory, and their tile: two work-groups fit on a multiprocessor, so that one
+/// writes while the other reads.
 const SHALLOW: (usize, Tile) = (256, wgmma_tile(128, 32, 4));
 
-/// A kernel of the template; see there.
+/// A kernel of the template: its tile, and the layouts of both matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Mma {
     dtype: DType,
@@ -85,13 +86,13 @@ pub(crate) struct Mma {
     pub(crate) windows: Option<WindowsAs>,
 }
 
-/// Whether windows are rows of the left matrix, or columns or rows of the right one, and whether their results follow one another: see
-/// `kernels/windows_mma.cl`.
+/// Which operand the windows are: rows of the left matrix, columns of the right one, or rows of it. `Apart`: their results are not
+/// contiguous. See `kernels/windows_mma.cl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WindowsAs {
     Left,
     LeftApart,
-    /// Results follow one another in an image.
+    /// Results of an image are contiguous.
     Columns,
     ColumnsApart,
     Rows,
@@ -112,45 +113,45 @@ impl WindowsAs {
     }
 }
 
-/// How a matrix lies in memory: whether along k, and the bytes that may be copied at once.
+/// The layout of a matrix: whether it is contiguous along k, and the bytes that may be copied at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Side {
     along_k: bool,
     copy: usize,
 }
 
-/// How the depth of a product is cut up among work-groups; the last of them to finish a tile adds the parts up, always
-/// in the same order.
+/// Split-k: how the depth of a product is divided among work-groups. The last of them to finish a tile adds the parts up, always in the
+/// same order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Parts {
     pub(crate) count: usize,
-    /// Of each but the last.
+    /// The depth of each part but the last.
     pub(crate) depth: usize,
 }
 
 impl Parts {
-    /// Tiles that parts may be counted of.
+    /// The most tiles that can have parts: each needs a counter.
     pub(crate) const TILES: usize = ARRIVALS;
 }
 
-/// A matrix as it is found: its dtype, and how many elements from the start of the buffer.
+/// A matrix in a buffer: its dtype, and the offset of its first element from the start of the buffer.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Found {
+pub(crate) struct InBuffer {
     pub(crate) dtype: DType,
     pub(crate) first: usize,
 }
 
 impl Mma {
-    /// The kernel for this problem on a device of so many compute units, with a tile of so many columns at most; none where the matrices
-    /// are too small, or not contiguous in any direction. What its tensor cores can do is asked last, for the answer takes building a kernel.
+    /// The kernel for this problem; `device` has the number of compute units and the most columns of a tile. None where the matrices are
+    /// too small, or not contiguous in any direction. `cores` is called last, because its answer takes building a kernel.
     pub(crate) fn choose(
         plan: &GemmPlan,
-        a: Found,
-        b: Found,
+        a: InBuffer,
+        b: InBuffer,
         device: (usize, usize),
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
-        // In fewer terms the errors of f32 are not yet those of its sums, which are ours.
+        // In shorter sums f32 would round less than these kernels do.
         let (tiles, planes, depth): (&[Tile], _, _) = match a.dtype {
             DType::F16 | DType::BF16 => (&HALF, 1, 32),
             DType::F32 => (&SINGLE, precision::planes(), 128),
@@ -182,7 +183,7 @@ impl Mma {
         made.with_tile(tiles, plan, device, cores())
     }
 
-    /// The kernel for windows; the other matrix is in memory along k or not, and lines of both are multiples of 16 bytes.
+    /// The kernel for windows. `along_k` says whether the other matrix is contiguous along k; lines of both are multiples of 16 bytes.
     pub(crate) fn of_windows(
         plan: &GemmPlan,
         dtype: DType,
@@ -202,7 +203,7 @@ impl Mma {
         let side = |along_k: bool| Side { along_k, copy: 16 };
         let of_windows = side(windows.is_left() || windows.are_columns());
         let (a, b) = if windows.is_left() { (of_windows, side(along_k)) } else { (side(along_k), of_windows) };
-        // Of the right matrix no tile is more than half empty where there are smaller ones.
+        // Tiles that the right matrix would leave half empty are passed over where there are narrower ones.
         let shallow = (dtype.size() == 2 && plan.k <= SHALLOW.0).then_some(SHALLOW.1);
         let narrow = shallow.iter().chain(tiles).copied().filter(|tile| tile.n < 2 * plan.n.max(MIN_TILE));
         let narrow: SmallVec<[Tile; 8]> = narrow.collect();
@@ -210,7 +211,7 @@ impl Mma {
         Mma { dtype, planes, tile: tiles[0], a, b, windows: Some(windows) }.with_tile(tiles, plan, device, cores())
     }
 
-    /// With the largest tile that occupies the device; else with the one that takes the least time, with parts.
+    /// The kernel with the largest tile that occupies the device; else with the tile that takes the least time, with split-k.
     fn with_tile(
         self,
         tiles: &[Tile],
@@ -230,7 +231,7 @@ impl Mma {
         plan.m.div_ceil(self.tile.m) * plan.n.div_ceil(self.tile.n) * plan.count()
     }
 
-    /// Whether a tile each occupies the device.
+    /// Whether the device is occupied when each work-group computes a whole tile.
     fn is_busy(&self, plan: &GemmPlan, units: usize) -> bool {
         4 * self.tiles(plan) >= 3 * units
     }
@@ -246,7 +247,7 @@ impl Mma {
     fn best(&self, plan: &GemmPlan, units: usize) -> (usize, f64) {
         let Tile { m, n, k, wgmma, .. } = self.tile;
         let tiles = self.tiles(plan);
-        // A slice: what passes until the next one is there, and the multiplications.
+        // The time of a slice: waiting for it in us, and multiply-adds per us.
         let (wait, rate) = match (self.dtype, wgmma) {
             (DType::F32, true) => (0.35, 1.3e6 / self.planes as f64),
             (DType::F32, false) => (0.24, 0.87e6 / self.planes as f64),
@@ -256,10 +257,10 @@ impl Mma {
         let work = (m * n * k) as f64 / rate;
         let time = |parts: usize| {
             let slices = plan.k.div_ceil(parts).div_ceil(k) as f64;
-            // Two of the smaller work-groups fit on a unit, and wait at the same time.
+            // Two work-groups without wgmma fit on a unit, and wait at the same time.
             let tiles_per_unit = (tiles * parts).div_ceil(units) as f64;
             let waits = if wgmma { tiles_per_unit } else { (tiles_per_unit / 2.0).ceil() };
-            // Writing the parts down, and one work-group reading all of a tile.
+            // One work-group reads all parts of a tile.
             let read = ((m.min(plan.m) * n) as f64 * 4.0 / 1e5).max(0.17);
             slices * (waits * wait + tiles_per_unit * work) + if parts > 1 { 4.5 + parts as f64 * read } else { 0.0 }
         };
@@ -270,12 +271,12 @@ impl Mma {
         shared.fold((1, time(1)), |best, other| if other.1 < best.1 { other } else { best })
     }
 
-    /// Whether the kernel adds up the rows of the left matrix on the way: where a work-item cuts elements of few of them.
+    /// Whether the kernel can add up the rows of the left matrix: where a work-item splits elements of few rows into planes.
     pub(crate) fn sums_rows(&self) -> bool {
         self.dtype == DType::F32 && !self.a.along_k
     }
 
-    /// Whether the kernel can round results on their way from registers: to halves, where it has nothing else to do with them.
+    /// Whether the kernel can round results to halves in registers, where the epilogue does nothing else.
     pub(crate) fn rounds(&self) -> bool {
         self.tile.wgmma && self.dtype != DType::F32
     }
@@ -298,7 +299,7 @@ impl Mma {
         slices.max(m * (n + 8) * size_of::<f32>()) + 16
     }
 
-    /// One number that tells it from every other of the same dtypes.
+    /// A number that differs for all kernels of the same dtypes.
     pub(crate) fn key(self) -> usize {
         let Tile { m, n, k, wgmma, .. } = self.tile;
         let side = |s: Side| (s.copy / 4) << 1 | s.along_k as usize;
@@ -319,9 +320,9 @@ impl Mma {
         let Tile { m, n, k, warps, stages, wgmma } = self.tile;
         let Mma { dtype, planes, a, b, .. } = self;
         let unit = if dtype == DType::F16 { "f16" } else { "bf16" };
-        // Tile rows that are worked on together; measured.
+        // Tile rows in a band, whose work-groups run together; measured.
         let band = if dtype == DType::F32 { 4 } else { 8 };
-        // One slot more is in use where the multiplication of one slice begins before that of the last one has ended.
+        // With wgmma on halves the multiplication of one slice begins before that of the previous one has ended: one slot more is in use.
         let ahead = stages - if wgmma && dtype != DType::F32 { 3 } else { 2 };
         format!(
             "{}#define MMA \"{unit}\"\n#define BYTES {}\n#define PLANES {planes}\n#define TILE_M {m}\n#define TILE_N {n}\n\
@@ -351,7 +352,7 @@ mod tests {
     const HOPPER: TensorCores = TensorCores { local: 200 << 10, wgmma: true };
     const OTHER: TensorCores = TensorCores { local: 97 << 10, wgmma: false };
 
-    /// For contiguous matrices whose lines are `pad` longer, on 132 units.
+    /// The kernel for row-major matrices on 132 units; rows of the left one are `pad` elements apart, and it begins at element `first`.
     fn choose([m, n, k]: [usize; 3], dtype: DType, pad: usize, first: usize, cores: TensorCores) -> Option<Mma> {
         let layout = |rows: usize, cols: usize, pad: usize| Layout {
             shape: Shape::from([rows, cols]),
@@ -360,8 +361,8 @@ mod tests {
         };
         let (a, b, out) = (layout(m, k, pad), layout(k, n, 0), layout(m, n, 0));
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
-        let found = |first| Found { dtype, first };
-        Mma::choose(&plan, found(first), found(0), (132, 256), || cores)
+        let at = |first| InBuffer { dtype, first };
+        Mma::choose(&plan, at(first), at(0), (132, 256), || cores)
     }
 
     #[test]

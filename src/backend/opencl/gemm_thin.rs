@@ -1,7 +1,7 @@
 //! Products with a matrix of few rows on GPUs: as fast as the other matrix is read.
 
 use crate::Compute;
-use crate::backend::opencl::gemm_mma::{Found, Parts};
+use crate::backend::opencl::gemm_mma::{InBuffer, Parts};
 use crate::backend::opencl::geometry::{WIDEST, bits_type};
 use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 
@@ -48,7 +48,7 @@ struct Reads {
 }
 
 impl Reads {
-    fn of(plan: &GemmPlan, a: Found, b: Found, compute: Compute) -> Reads {
+    fn of(plan: &GemmPlan, a: InBuffer, b: InBuffer, compute: Compute) -> Reads {
         let along_k = plan.b.row.abs() == 1 && (plan.b.col.abs() != 1 || plan.n == 1);
         let each = Thin::LOCAL_EACH / compute.dtype().size();
         let width = (WIDEST / b.dtype.size()).min(each);
@@ -80,7 +80,7 @@ impl Thin {
     /// none where the left matrix has too many rows. Whether groups may share columns is asked last, for the answer may take building a kernel.
     pub(crate) fn choose(
         plan: &GemmPlan,
-        [a, b]: [Found; 2],
+        [a, b]: [InBuffer; 2],
         compute: Compute,
         [units, groups, most]: [usize; 3],
         has_fence: impl FnOnce() -> bool,
@@ -163,7 +163,7 @@ mod tests {
         let b = Layout::contiguous(Shape::from(if transposed { [n, k] } else { [k, n] }));
         let b = if transposed { b.transpose(0, 1) } else { b };
         let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
-        Thin::choose(&plan, [Found { dtype, first: 0 }; 2], dtype.compute(), [132, 4 * 132, 1024], || fence)
+        Thin::choose(&plan, [InBuffer { dtype, first: 0 }; 2], dtype.compute(), [132, 4 * 132, 1024], || fence)
     }
 
     /// As many work-items as occupy the device, where the columns are long enough.

@@ -1,9 +1,7 @@
-//! Convolutions on tensor cores as products of the weight and of windows that are not in memory: implicit GEMM. A kernel of
-//! `kernels/gemm_mma.cl` reads the elements of windows from images with their channels next to each other, as they are or from a copy;
-//! the other gradients are such products too.
+//! Implicit GEMM: convolutions on tensor cores as products of the weight and of windows that are not in memory. `kernels/gemm_mma.cl` reads
+//! the elements of windows from channels-last images, or from channels-last copies. Both gradients are such products too.
 //!
-//! Results have their channels next to each other where images or the weight have: windows are rows of the left matrix then, else columns of
-//! the right one.
+//! Results are channels-last where the images or the weight are. Windows are then rows of the left matrix, else columns of the right one.
 
 mod channels_last;
 #[cfg(test)]
@@ -15,7 +13,7 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::gemm::{Chosen, Variant};
 use crate::backend::opencl::gemm_mma::{Mma, WindowsAs};
-use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, Found, LARGEST, Matrix};
+use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, LARGEST, Matrix, Strided};
 use crate::backend::opencl::implicit_gemm::channels_last::{channels_last, is_last, matrix, result};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::{launch_cache, window};
@@ -30,32 +28,32 @@ use crate::device::profiler::operation;
 use crate::tensor::Dims;
 use crate::{DType, Error, MemoryFormat, Result, Shape, Tensor};
 
-/// Numbers of windows that the kernel is given.
+/// Parameters of windows that the kernel takes.
 pub(crate) const NUMBERS: usize = 21;
 
-/// Rows and columns of taps that the kernel knows to be inside of images or not: of windows with more of them, images have their padding.
+/// The most rows, and columns, of taps for which the kernel handles padding; for larger kernels images are copied with their padding.
 const MOST_TAPS: usize = 16;
 
-/// Bytes that are copied at once: channels are filled up to as many.
+/// Bytes that are copied at once: channels are padded to a multiple of them.
 const PIECE: usize = 16;
 
-/// Filling up may multiply the number of channels by at most this; beyond it, columns take less memory.
-const FILLED: usize = 3;
+/// Padding may multiply the number of channels by at most this; beyond it, im2col takes less memory.
+const PADDED: usize = 3;
 
-/// The image gradient of a strided convolution uses columns above this many phases, each of which takes up to two launches, or with fewer
-/// taps a phase than `TAPS`, unless channels are innermost: columns are hardly larger than the images then.
+/// The most phases of the image gradient of a strided convolution, each of which takes up to two launches; above it uses im2col.
 const PHASES: usize = 4;
+/// The fewest taps of a phase, unless channels are innermost; with fewer, the matrix of im2col is hardly larger than the images.
 const TAPS: usize = 2;
 
-/// The convolution of some windows.
+/// A convolution by implicit GEMM.
 pub(crate) struct ImplicitGemm {
     windows: Windows,
     groups: usize,
-    /// Images, and channels of a group, of images and of windows.
+    /// The batch size, and input and output channels of a group.
     n: usize,
     inner: usize,
     outer: usize,
-    /// Whether images or the weight have their channels innermost, and the weight.
+    /// Whether images or the weight are channels-last, and whether the weight is.
     last: [bool; 2],
     dtype: DType,
     device: &'static ClDevice,
@@ -72,22 +70,23 @@ struct Steps {
     padding: [isize; 2],
 }
 
-/// Of rows or columns of an image those that are a stride apart: windows of the windows that they are in, which have the same taps.
+/// A phase of the image gradient: rows, or columns, of an image that are a stride apart. They receive the same taps, so that their gradient is
+/// a convolution over the windows' gradient.
 #[derive(Clone, Copy)]
 struct Phase {
-    /// The first of them, and how many.
+    /// The first of these rows, and how many there are.
     first: usize,
     count: usize,
-    /// The first of the taps, how far they are apart, and how many.
+    /// The first of their taps, the distance between taps, and how many there are.
     tap: usize,
     apart: usize,
     taps: usize,
-    /// The window whose last tap reads the first element, and the distance from there to the window whose tap before does.
+    /// The window whose last tap reads the first row, and the distance to the window whose preceding tap reads it.
     start: isize,
     step: usize,
 }
 
-/// `groups` products `[m, n, k]`; of the matrices and the result the steps along rows, columns and groups.
+/// `groups` products `[m, n, k]`; `steps` has the strides of both matrices and the result along rows, columns and groups.
 fn plan([m, n, k]: [usize; 3], groups: usize, steps: [[isize; 3]; 3]) -> GemmPlan {
     let batch: Dims = (groups > 1).then_some(groups).into_iter().collect();
     let operand =
@@ -97,15 +96,15 @@ fn plan([m, n, k]: [usize; 3], groups: usize, steps: [[isize; 3]; 3]) -> GemmPla
 }
 
 impl ImplicitGemm {
-    /// None where other kernels or columns are better, or there are no tensor cores.
+    /// None where other kernels or im2col are better, or there are no tensor cores. `single`: windows are single pixels, one after another.
     pub(crate) fn new(w: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool) -> Option<ImplicitGemm> {
         let ([n, ..], [outer, inner, kh, kw]) = (four(x), four(weight));
         let (dtype, size) = (x.dtype, x.dtype.size());
         let last = [is_last(x) || is_last(weight), is_last(weight)];
-        // Row-major images that are their own columns need no copy, unless nothing can be copied from where their rows begin.
-        let rows_begin_well = (w.image[0] * w.image[1] * size).is_multiple_of(4);
+        // Row-major images of single pixels are their own columns and need no copy, unless they are not aligned for asynchronous copies.
+        let is_aligned = (w.image[0] * w.image[1] * size).is_multiple_of(4);
         if x.numel() * weight.numel() == 0
-            || single && rows_begin_well && !last[0]
+            || single && is_aligned && !last[0]
             || !matches!(size, 2 | 4)
             || !window::is_near(&w)
         {
@@ -115,7 +114,7 @@ impl ImplicitGemm {
         let [o, c] = [outer, inner].map(|channels| channels.next_multiple_of(PIECE / size));
         let along = |d: usize| w.image[d] + w.padding[d] + w.behind[d] + 2 * w.dilation[d] * w.kernel[d];
         let bytes = [n, groups, o.max(c), along(0), along(1), size].into_iter().try_fold(1, usize::checked_mul)?;
-        if o > FILLED * outer || c > FILLED * inner || bytes >= LARGEST {
+        if o > PADDED * outer || c > PADDED * inner || bytes >= LARGEST {
             return None;
         }
         let device = x.cl_device().ok()?;
@@ -135,16 +134,16 @@ impl ImplicitGemm {
         Mma::of_windows(&plan, self.dtype, (windows, along_k), device, cores)
     }
 
-    /// Images that windows are read from, and where these lie in them.
-    fn seen(&self, x: &Tensor) -> Result<(ChannelsLast, Steps)> {
+    /// The channels-last images that windows are read from, and the steps of the windows over them.
+    fn input(&self, x: &Tensor) -> Result<(ChannelsLast, Steps)> {
         let w = self.windows;
         let padding = w.padding.map(|p| p as isize);
         let steps = Steps { kernel: w.kernel, grid: w.grid, stride: w.stride, dilation: w.dilation, padding };
-        let found = Found::images(x, self.groups);
+        let images = Strided::images(x, self.groups);
         let single = w.kernel == [1, 1] && w.padding == [0, 0] && w.stride != [1, 1];
-        match found.seen(x, &w).filter(|_| single) {
-            Some(seen) => Ok((channels_last(x, seen, [0, 0], w.grid)?, Steps { stride: [1, 1], ..steps })),
-            None => with_taps(x, found, steps),
+        match images.subsampled(x, &w).filter(|_| single) {
+            Some(pixels) => Ok((channels_last(x, pixels, [0, 0], w.grid)?, Steps { stride: [1, 1], ..steps })),
+            None => with_taps(x, images, steps),
         }
     }
 
@@ -153,21 +152,21 @@ impl ImplicitGemm {
         let Windows { image, kernel, stride, padding, dilation, .. } = self.windows;
         let (stride, dilation) = (stride[d], dilation[d]);
         let phase = |first: usize| {
-            let place = first + padding[d];
-            let mut taps = (0..kernel[d]).filter(|tap| tap * dilation % stride == place % stride);
+            let padded = first + padding[d];
+            let mut taps = (0..kernel[d]).filter(|tap| tap * dilation % stride == padded % stride);
             let (first_tap, next, rest) = (taps.next(), taps.next(), taps.count());
             let tap = first_tap.unwrap_or(0);
             let taps = usize::from(first_tap.is_some()) + usize::from(next.is_some()) + rest;
             let apart = next.map_or(1, |next| next - tap);
             let step = apart * dilation / stride;
             let before = taps.saturating_sub(1) * step;
-            let start = (place as isize - (tap * dilation) as isize) / stride as isize - before as isize;
+            let start = (padded as isize - (tap * dilation) as isize) / stride as isize - before as isize;
             Phase { first, count: (image[d] - first).div_ceil(stride), tap, apart, taps, start, step }
         };
         (0..stride.min(image[d])).map(phase).collect()
     }
 
-    /// The phases of images that windows reach, of rows and columns, and whether these are all.
+    /// The phases of rows and columns that have taps, and whether these are all phases.
     fn reached(&self) -> (Vec<[Phase; 2]>, bool) {
         let [rows, columns] = [0, 1].map(|d| self.phases(d));
         let all = rows.iter().flat_map(|&row| columns.iter().map(move |&column| [row, column]));
@@ -176,22 +175,22 @@ impl ImplicitGemm {
         (reached, whole)
     }
 
-    /// Each group of a weight that is found so times the windows of its channels, plus a bias, in the place of `out`, `[N, channels, grid]`, which
-    /// has its channels innermost if `last` says so.
+    /// Writes to `out`, `[N, channels, grid]`, the product of each group of a strided weight with the windows over its channels, plus a bias.
+    /// `apart`: results are not contiguous; `last`: `out` has its channels innermost.
     fn multiply(
         &self,
         (images, steps): (ChannelsLast, Steps),
-        (weight, found): (&Tensor, Found),
+        (weight, strided): (&Tensor, Strided),
         bias: Option<&Tensor>,
         (out, apart, last): (&Tensor, bool, bool),
     ) -> Result<()> {
-        let matrix = matrix(weight, found, last)?;
+        let matrix = matrix(weight, strided, last)?;
         let (groups, [n, channels, height, width]) = (self.groups, four(out));
         let (count, windows, k) =
             (channels / groups, n * height * width, steps.kernel[0] * steps.kernel[1] * matrix.channels);
         let [of_image, of_row, down, right] = [0, 1, 2, 3].map(|d| out.strides()[d]);
         let &Matrix { channel, row, group, taps, .. } = &matrix;
-        // Whether a work-item stores several results at once is asked of these strides.
+        // These strides decide whether a work-item stores several results at once.
         let pixel = if last && apart { channels as isize } else { right };
         let of_matrix = [row, channel, group];
         let of_images = [0, 0, images.channels as isize];
@@ -212,7 +211,7 @@ impl ImplicitGemm {
             plan.others.push(GemmOperand { row, col, batch });
         }
         let mma = self.choose(sizes, windows_as, matrix.is_along_k()).ok_or_else(declined)?;
-        // Going over all pixels of an image has already moved by height * width: only the rest is added.
+        // Pixels of an image are contiguous: the kernel adds only what is between the images.
         let after = if windows_as == WindowsAs::Columns { of_image - (height * width) as isize } else { of_image };
         let left_right = if last { [&images.tensor, &matrix.tensor] } else { [&matrix.tensor, &images.tensor] };
         let tensors: SmallVec<[&Tensor; 4]> = left_right.into_iter().chain([out]).chain(bias).collect();
@@ -220,36 +219,36 @@ impl ImplicitGemm {
     }
 }
 
-/// Images that windows of so many taps are read from: with their padding where they have more rows or columns than the kernel knows.
-fn with_taps(t: &Tensor, found: Found, steps: Steps) -> Result<(ChannelsLast, Steps)> {
+/// The images that windows are read from, copied with their padding where windows have more than [`MOST_TAPS`] rows or columns.
+fn with_taps(t: &Tensor, strided: Strided, steps: Steps) -> Result<(ChannelsLast, Steps)> {
     let [.., rows, columns] = four(t);
     if steps.kernel.iter().all(|&taps| taps <= MOST_TAPS) {
-        return Ok((channels_last(t, found, [0, 0], [rows, columns])?, steps));
+        return Ok((channels_last(t, strided, [0, 0], [rows, columns])?, steps));
     }
     let Steps { kernel, grid, stride, dilation, padding } = steps;
     let size = [0, 1].map(|d| (grid[d] - 1) * stride[d] + (kernel[d] - 1) * dilation[d] + 1);
-    Ok((channels_last(t, found, padding, size)?, Steps { padding: [0, 0], ..steps }))
+    Ok((channels_last(t, strided, padding, size)?, Steps { padding: [0, 0], ..steps }))
 }
 
 fn declined() -> Error {
     Error::invalid("conv2d", "its windows are made of columns here")
 }
 
-/// The product of `tensors`, the left matrix, the right one, the result and perhaps a bias; the last numbers say where results lie, and
-/// taps of the weight.
+/// The product of `tensors`: the left matrix, the right one, the result and perhaps a bias. `strides` are those of the result, and of the
+/// weight's taps, from AFTER on in `kernels/windows_mma.cl`.
 fn launch(
     mma: Mma,
     plan: GemmPlan,
     tensors: &[&Tensor],
     images: &ChannelsLast,
     steps: Steps,
-    places: [isize; 5],
+    strides: [isize; 5],
 ) -> Result<()> {
     let Steps { kernel, grid, stride, dilation, padding } = steps;
     let &ChannelsLast { channels, size: [rows, columns], pixel, .. } = images;
     let pairs = [kernel, dilation, stride].into_iter().flatten().map(|n| n as isize).chain(padding);
     let sizes = [rows, columns, grid[0] * grid[1], grid[1], rows * columns * pixel, columns * pixel, pixel];
-    let numbers = std::iter::once(channels as isize).chain(pairs).chain(sizes.map(|n| n as isize)).chain(places);
+    let numbers = std::iter::once(channels as isize).chain(pairs).chain(sizes.map(|n| n as isize)).chain(strides);
     let windows: SmallVec<[isize; NUMBERS]> = numbers.collect();
     let device = tensors[0].cl_device()?;
     let epilogue = slice::from_ref(if tensors.len() > 3 { &*BIASED } else { &*PRODUCT });
@@ -283,12 +282,12 @@ impl Convolution for ImplicitGemm {
         let ([n, ..], [o, ..], [rows, columns]) = (four(x), four(weight), self.windows.grid);
         let last = self.last[0] || is_last(x);
         let out = result([n, o, rows, columns], last, false, x)?;
-        self.multiply(self.seen(x)?, (weight, Found::weight(weight, self.groups)), bias, (&out, false, last))?;
+        self.multiply(self.input(x)?, (weight, Strided::weight(weight, self.groups)), bias, (&out, false, last))?;
         Ok(written(out))
     }
 
-    /// Of windows that are a stride apart each phase is a launch or two; pixels that no window reaches are zeros, which are written before
-    /// where that is better than columns.
+    /// Each phase of strided windows takes a launch or two, and pixels that no window reaches are zeroed first; where that is slower than
+    /// im2col, this is false.
     fn makes_images(&self, biased: bool) -> bool {
         let Windows { kernel, stride, .. } = self.windows;
         let (count, last) = (stride[0] * stride[1], self.last[0]);
@@ -313,10 +312,10 @@ impl Convolution for ImplicitGemm {
         let (phases, whole) = self.reached();
         let out = result([n, channels, h, w], last, !whole, y)?;
         let step = |d: usize| out.strides()[d].unsigned_abs();
-        // Read by all phases.
-        let found = Found::images(y, self.groups);
+        // All phases read the same images.
+        let strided = Strided::images(y, self.groups);
         let narrow = phases.iter().flatten().all(|phase| phase.taps <= MOST_TAPS);
-        let shared = narrow.then(|| channels_last(y, found, [0, 0], self.windows.grid)).transpose()?;
+        let shared = narrow.then(|| channels_last(y, strided, [0, 0], self.windows.grid)).transpose()?;
         for [rows, columns] in phases {
             let steps = Steps {
                 kernel: [rows.taps, columns.taps],
@@ -325,17 +324,17 @@ impl Convolution for ImplicitGemm {
                 dilation: [rows.step, columns.step],
                 padding: [-rows.start, -columns.start],
             };
-            let mut place = out.layout.clone();
-            place.offset += rows.first * step(2) + columns.first * step(3);
-            place.shape = Shape::from([n, channels, rows.count, columns.count]);
-            place.strides[2] *= stride[0] as isize;
-            place.strides[3] *= stride[1] as isize;
+            let mut part = out.layout.clone();
+            part.offset += rows.first * step(2) + columns.first * step(3);
+            part.shape = Shape::from([n, channels, rows.count, columns.count]);
+            part.strides[2] *= stride[0] as isize;
+            part.strides[3] *= stride[1] as isize;
             let windows = match &shared {
                 Some(images) => (images.shallow_clone(), steps),
-                None => with_taps(y, found, steps)?,
+                None => with_taps(y, strided, steps)?,
             };
-            let weight = (weight, Found::weight(weight, self.groups).reversed([rows, columns]));
-            self.multiply(windows, weight, bias, (&out.with_layout(place), stride != [1, 1], last))?;
+            let weight = (weight, Strided::weight(weight, self.groups).reversed([rows, columns]));
+            self.multiply(windows, weight, bias, (&out.with_layout(part), stride != [1, 1], last))?;
         }
         Ok(written(out))
     }
@@ -344,7 +343,7 @@ impl Convolution for ImplicitGemm {
         slot.is_contiguous() || slot.is_contiguous_in(MemoryFormat::ChannelsLast)
     }
 
-    /// The sum over all pixels of an element of the windows' gradient times all of the window.
+    /// The product of the windows' gradient, transposed, and of the windows: sums over all pixels.
     fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
         let ([n, o, rows, columns], groups, inner, outer) = (four(y), self.groups, self.inner, self.outer);
@@ -354,8 +353,8 @@ impl Convolution for ImplicitGemm {
             Some(slot) => slot,
             None => result([o, inner, kh, kw], last, false, x)?,
         };
-        let left = channels_last(y, Found::images(y, groups), [0, 0], [rows, columns])?;
-        let (images, steps) = self.seen(x)?;
+        let left = channels_last(y, Strided::images(y, groups), [0, 0], [rows, columns])?;
+        let (images, steps) = self.input(x)?;
         let (taps, depth) = (kh * kw, n * rows * columns);
         let [channel, tap] = if last { [1, inner] } else { [taps, 1] };
         let in_order = images.channels == inner && (last || taps == 1);
@@ -365,8 +364,8 @@ impl Convolution for ImplicitGemm {
         let plan = plan(sizes, groups, lie.map(|steps| steps.map(|step| step as isize)));
         let mma = self.choose(sizes, if in_order { WindowsAs::Rows } else { WindowsAs::RowsApart }, false);
         let mma = mma.ok_or_else(declined)?;
-        let places = [channel, inner, tap, 0, 0].map(|step| step as isize);
-        launch(mma, plan, &[&left.tensor, &images.tensor, &out], &images, steps, places)?;
+        let strides = [channel, inner, tap, 0, 0].map(|step| step as isize);
+        launch(mma, plan, &[&left.tensor, &images.tensor, &out], &images, steps, strides)?;
         Ok(written(out))
     }
 }

@@ -12,19 +12,20 @@ use crate::{DType, Result, Tensor};
 const KEYS: &str = include_str!("../../../kernels/key.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/select.cl");
 
-/// Shorter lines are sorted, several in a group.
+/// Shorter lines are sorted, several by one work-group.
 const SHORT: usize = 64;
-/// Elements that a work-item has in registers at a time, of the first ones and of one of a rank; lines of which it has all are read once.
+/// Elements that a work-item has in registers at a time for the first k.
 const PER: usize = 16;
+/// The same for one rank, at most: lines that fit in registers are read once.
 const RESIDENT: usize = 32;
-/// Elements that it reads at a time of longer ones.
+/// Elements of longer lines that a work-item reads at a time for one rank.
 const AHEAD: usize = 8;
-/// Of so many the first are chosen; more are sorted.
+/// The largest k that is selected; for more, lines are sorted.
 const MOST: usize = 512;
 
-/// What is chosen of each line.
+/// What is selected from each line.
 enum What {
-    /// The first in order; of what may be among them so many are held.
+    /// The first k in order; a group holds up to `hold` candidates.
     First {
         k: usize,
         descending: bool,
@@ -33,7 +34,7 @@ enum What {
     Nth(Nth),
 }
 
-/// The first `k` elements of each line of `x` along d; `None` where sorting is the way.
+/// The first `k` elements of each line of `x` along d; `None` where sorting should be used.
 pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> {
     let device = x.cl_device()?;
     let mut lines = Lines::new(x, d);
@@ -41,11 +42,11 @@ pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
         return Ok(None);
     }
     let made = Chosen::empty(x, with(x, d, k))?;
-    // Sorting a hundred is as quick as finding fewer of them.
+    // Sorting a hundred candidates takes no longer than sorting fewer.
     let what = What::First { k, descending, hold: (4 * k).next_power_of_two().clamp(128, 2 * MOST) };
     let units = device.info().compute_units.max(1);
     let inner = lines.inner;
-    // Slices of few lines each give k, from which the others are chosen.
+    // Few lines are cut into slices; each gives its first k, and the next launch selects from these.
     let mut of: Option<Chosen> = None;
     loop {
         let x = of.as_ref().map_or(x, |of| of.values.as_ref().unwrap_or(x));
@@ -63,11 +64,11 @@ pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
     }
 }
 
-/// The element of each line of `x` along d of a rank in ascending order; `None` where sorting is the way.
+/// The element of one rank in ascending order, of each line of `x` along d; `None` where sorting should be used.
 pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> {
     let device = x.cl_device()?;
     let lines = Lines::new(x, d);
-    // One group a line goes through long ones several times.
+    // One group reads a line several times, which few long lines make too slow.
     if !serves(device, &lines) || (lines.n > 1 << 16 && lines.count < 16) {
         return Ok(None);
     }
@@ -80,7 +81,7 @@ fn serves(device: &ClDevice, lines: &Lines) -> bool {
     device.info().kind != DeviceKind::Cpu && group_size(device) >= 64 && lines.n >= SHORT && lines.count > 0
 }
 
-/// `from`: the indices of what is chosen from, where they are not their positions in the line.
+/// `from`: the indices of the elements of `x`, where these are not their positions in the line.
 #[expect(clippy::too_many_arguments, reason = "what a launch is made of")]
 fn launch(
     device: &'static ClDevice,
@@ -96,7 +97,7 @@ fn launch(
     let share = n.div_ceil(slices);
     let group = share.div_ceil(4).next_power_of_two().clamp(32, group_size(device));
     let per = share.div_ceil(group).next_power_of_two();
-    let place = if is_wide([n]) { DType::I64 } else { DType::U32 };
+    let index_dtype = if is_wide([n]) { DType::I64 } else { DType::U32 };
     let wide = is_wide([lines.count * n + group * RESIDENT, lines.count * slices * group]);
     let resident = matches!(what, What::Nth(_)) && per <= RESIDENT;
     let (top, per, descending, cap, k, rule) = match *what {
@@ -108,7 +109,7 @@ fn launch(
     };
     let params = [
         x.dtype as u64,
-        place as u64,
+        index_dtype as u64,
         lines.rank() as u64,
         group as u64,
         per as u64,
@@ -121,10 +122,10 @@ fn launch(
     ];
     let kernel = kernel(device, KernelKey::new("choose", &params), "choose", || {
         format!(
-            "{}#define PLACE {}\n#define NK {}\n#define IDX {}\n#define GROUP {group}\n#define PER {per}\n#define CAP {cap}\n\
+            "{}#define INDEX_TYPE {}\n#define NK {}\n#define IDX {}\n#define GROUP {group}\n#define PER {per}\n#define CAP {cap}\n\
              {}{}{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
             crate::backend::opencl::sort::keys_of(x.dtype, descending),
-            if place == DType::U32 { "uint" } else { "ulong" },
+            if index_dtype == DType::U32 { "uint" } else { "ulong" },
             lines.rank(),
             index_type(wide),
             flag(top, "TOP"),

@@ -1,4 +1,4 @@
-//! Sorting on OpenCL: `kernels/sort.cl`. Blocks first, then launches that each make one run of two; long lines by their bytes.
+//! Sorting on OpenCL: `kernels/sort.cl`. Blocks are sorted, then merged pairwise, a launch each time; long lines get a radix sort by bytes.
 
 use crate::backend::opencl::geometry::{
     LOCAL, STRIDED_DIMS, arguments, bits_type, declarable_local_memory, flag, group_of, group_size, index_type,
@@ -17,12 +17,12 @@ use crate::{Compute, DType, Result, Tensor};
 const KEYS: &str = include_str!("../../../kernels/key.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
 
-/// Elements that a processor's work-item sorts by itself: a power of four, so that they end up where they began.
+/// Elements that a processor's work-item sorts by itself. A power of four: after an even number of passes they are in the first buffer.
 const SERIAL: usize = 1 << 12;
-/// Elements that a group sorts in local memory by comparisons, where their indices have 32 bits: with keys of 64 bits 12 KiB.
+/// Elements that a group sorts in local memory by comparisons, where indices have 32 bits; with keys of 64 bits they take 12 KiB.
 const TILE: usize = 1 << 10;
 
-/// Of lines of up to so many tiles the tiles are merged; the passes over longer ones take less time by bytes.
+/// The most tiles of a line that are merged; the radix sort by bytes is faster for longer lines.
 const MERGED: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,23 +33,23 @@ enum Stage {
     Scatter,
 }
 
-/// Keys and the indices they came from.
+/// Keys, and the indices of their elements in the line.
 struct Runs {
     keys: Tensor,
     at: Tensor,
 }
 
-/// What a launch does, and on what.
+/// One launch: its stage and its buffers.
 #[derive(Clone, Copy)]
 struct Step<'a> {
     stage: Stage,
-    /// It reads the elements.
+    /// Whether it reads the elements of the tensor.
     first: bool,
-    /// It writes the results.
+    /// Whether it writes the results.
     last: bool,
     runs: Option<&'a [Runs; 2]>,
     counts: Option<&'a Tensor>,
-    /// The length of runs, or the lowest bit of a byte.
+    /// The length of the runs that are merged, or the lowest bit of the byte that is sorted by.
     number: usize,
 }
 
@@ -61,11 +61,11 @@ struct SortLaunches<'a> {
     lines: &'a Lines,
     block: usize,
     tile: usize,
-    /// Whether tiles are sorted by their digits.
+    /// Whether tiles get a radix sort.
     radix: bool,
     group: usize,
-    /// Type of indices.
-    place: DType,
+    /// The dtype of indices between launches.
+    index_dtype: DType,
 }
 
 pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
@@ -73,17 +73,17 @@ pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indic
     let lines = &Lines::new(x, d);
     let n = lines.n;
     let cpu = device.info().kind == DeviceKind::Cpu;
-    let place = if is_wide([n]) { DType::I64 } else { DType::U32 };
+    let index_dtype = if is_wide([n]) { DType::I64 } else { DType::U32 };
     let most = radix_tile(device, x.dtype).min(n.next_power_of_two());
     let radix = !cpu && most > TILE;
     let tile = match radix {
         true => most,
         false if cpu => SERIAL,
-        false => TILE * 4 / place.size(),
+        false => TILE * 4 / index_dtype.size(),
     };
     let block = n.next_power_of_two().clamp(2, tile);
     let group = group_size(device).min(tile / 2);
-    let job = SortLaunches { x, descending, values, indices, lines, block, tile, radix, group, place };
+    let job = SortLaunches { x, descending, values, indices, lines, block, tile, radix, group, index_dtype };
     let whole = n <= block;
     let mut step = Step { stage: Stage::Blocks, first: true, last: whole, runs: None, counts: None, number: 0 };
     if whole && !cpu {
@@ -92,7 +92,7 @@ pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indic
     if radix && n > MERGED * tile {
         return job.by_bytes(device);
     }
-    // A processor's blocks need room even where they are whole lines.
+    // A processor's blocks need the buffers even where a block is a whole line.
     let mut runs = job.runs()?;
     job.launch(device, Step { runs: Some(&runs), ..step })?;
     step.number = block;
@@ -109,15 +109,15 @@ impl SortLaunches<'_> {
     fn runs(&self) -> Result<[Runs; 2]> {
         let key = if short(self.x.dtype) { DType::U32 } else { DType::I64 };
         let make = |dtype| Tensor::empty_like_shape(self.lines.count * self.lines.n, dtype, self.x.device());
-        let one = || -> Result<Runs> { Ok(Runs { keys: make(key)?, at: make(self.place)? }) };
+        let one = || -> Result<Runs> { Ok(Runs { keys: make(key)?, at: make(self.index_dtype)? }) };
         Ok([one()?, one()?])
     }
 
-    /// Byte by byte, the lowest first: three launches each.
+    /// Radix sort by bytes, the lowest first: count, running sum and scatter for each.
     fn by_bytes(&self, device: &'static ClDevice) -> Result<()> {
         let counted = [self.lines.count, 256 * self.lines.n.div_ceil(self.tile)];
-        let room = || Tensor::empty_like_shape(&counted[..], self.place, self.x.device());
-        let (counts, sums) = (&room()?, &room()?);
+        let empty = || Tensor::empty_like_shape(&counted[..], self.index_dtype, self.x.device());
+        let (counts, sums) = (&empty()?, &empty()?);
         let [low, high] = digits(self.x.dtype);
         let (start, end) = (low / 8, high.div_ceil(8));
         let mut runs = if end - start > 1 { Some(self.runs()?) } else { None };
@@ -144,7 +144,7 @@ impl SortLaunches<'_> {
         let params = [
             self.x.dtype as u64,
             self.block as u64,
-            self.place as u64,
+            self.index_dtype as u64,
             lines.rank() as u64,
             stage as u64,
             u64::from(wide)
@@ -162,7 +162,7 @@ impl SortLaunches<'_> {
         let kernel = kernel(device, KernelKey::new(name, &params), name, || self.source(step, wide))?;
         let words = words(&lines.strided);
         let (x, y, indices) = (self.x.device_view()?, self.values.device_view()?, self.indices.device_view()?);
-        // What a launch does not use is the indices.
+        // `indices` fills the arguments that a launch does not use.
         let [from, to] = match step.runs {
             Some(runs) => runs.each_ref().map(|r| [&r.keys, &r.at]),
             None => [[self.indices; 2]; 2],
@@ -194,13 +194,13 @@ impl SortLaunches<'_> {
             _ => ["(uint)run_".into(), "((uint)run_ + 8)".into()],
         };
         format!(
-            "#define {stage}\n{}#define FROM_BIT {}\n#define TO_BIT {}\n{}#define PLACE {}\n#define NK {}\n\
+            "#define {stage}\n{}#define FROM_BIT {}\n#define TO_BIT {}\n{}#define INDEX_TYPE {}\n#define NK {}\n\
              #define IDX {}\n#define BLOCK {}\n#define TILE {}\n#define GROUP {}\n{}{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
             flag(self.radix, "RADIX"),
             bits[0],
             bits[1],
             keys_of(self.x.dtype, self.descending),
-            if self.place == DType::U32 { "uint" } else { "ulong" },
+            if self.index_dtype == DType::U32 { "uint" } else { "ulong" },
             self.lines.rank(),
             index_type(wide),
             self.block,
@@ -212,17 +212,17 @@ impl SortLaunches<'_> {
     }
 }
 
-/// Elements of the largest block that a group can sort by digits: what it has room for in local memory.
+/// Elements of the largest block that a group can sort by digits in local memory.
 fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
     let (group, key) = (group_size(device), if short(dtype) { 4 } else { 8 });
-    let room = declarable_local_memory(device);
-    let fits = |tile: &usize| (tile * (key + 2) + 36 * group) * 33 / 32 + 256 * key.max(8) + 128 <= room;
+    let capacity = declarable_local_memory(device);
+    let fits = |tile: &usize| (tile * (key + 2) + 36 * group) * 33 / 32 + 256 * key.max(8) + 128 <= capacity;
     std::iter::successors(Some(group * device.tuned(Knob::SortItems)), |tile| Some(tile / 2))
         .find(|tile| *tile <= TILE || fits(tile))
         .unwrap_or(0)
 }
 
-/// The bits in which keys of a dtype differ, in fours. Of halves, which are widened, the lowest are all zeros or all ones as the sign says.
+/// The range of bits in which keys of a dtype differ, in multiples of four. Halves are widened: their lowest bits only repeat the sign.
 fn digits(dtype: DType) -> [usize; 2] {
     match dtype {
         DType::F16 => [12, 32],
@@ -239,7 +239,7 @@ fn short(dtype: DType) -> bool {
     dtype.compute() == Compute::F32 || (dtype.compute() == Compute::I64 && dtype.size() <= 4)
 }
 
-/// What `kernels/key.cl` and those that come after it want to know of elements.
+/// The definitions that `kernels/key.cl` and the files after it need of an element type.
 pub(crate) fn keys_of(dtype: DType, descending: bool) -> String {
     let compute = dtype.compute();
     let kind = if compute == Compute::I64 && short(dtype) { "I32".to_owned() } else { format!("{compute:?}") };
@@ -251,7 +251,7 @@ pub(crate) fn keys_of(dtype: DType, descending: bool) -> String {
     )
 }
 
-/// Walks the lines of `x` (over the values' shape, with `step` along a line) and the values together.
+/// Binary search of each value of `v` in its line of `x`, whose layout is broadcast over the values' shape; `step` is the stride in a line.
 pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
     let device = out.cl_device()?;
     let strided = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
@@ -268,7 +268,7 @@ pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right:
     })?;
     let words = words(&strided);
     let n = x.shape().dims().last().copied().unwrap_or(1);
-    // What has no elements has no memory, and is not read.
+    // An empty tensor has no buffer, and is not read.
     let (x, v, y) = (if n == 0 { out } else { x }.device_view()?, v.device_view()?, out.device_view()?);
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let others = [words, Arg::U64(count as u64), Arg::U64(n as u64), Arg::I64(step as i64)];

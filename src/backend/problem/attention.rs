@@ -5,8 +5,8 @@ use crate::expr::philox::Seed;
 use crate::layout::shape::Shape;
 
 /// `softmax(q kᵀ * scale + mask) v`. Queries are `[batch.., heads, L, E]`, keys `[batch.., 1, S, E]` and values `[batch.., 1, S, V]` of
-/// one dtype and any strides: all heads of queries attend to the same keys and values. No tensor is empty. A query that sees nothing gives
-/// zeros.
+/// one dtype and any strides: all heads of queries attend to the same keys and values. No tensor is empty. A query that attends to no key
+/// gives zeros.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FusedAttention<'a> {
     pub(crate) q: &'a Tensor,
@@ -14,22 +14,21 @@ pub(crate) struct FusedAttention<'a> {
     pub(crate) v: &'a Tensor,
     /// `[batch.., heads, L, S]`: a key takes part where a bool is true, floats are added.
     pub(crate) mask: Option<&'a Tensor>,
-    /// Query i sees the keys up to key i.
+    /// Whether query i attends to keys 0 to i only.
     pub(crate) causal: bool,
     pub(crate) scale: f64,
-    /// Weights are dropped with this probability, as `dropout` of all of them with this seed drops them.
+    /// The probability and the seed of `dropout` of the weights.
     pub(crate) dropout: Option<(f64, Seed)>,
 }
 
-/// What backward gets: the result, the log-sum-exp of each row of scores, and the result's gradient.
+/// The inputs of backward: the result, the log-sum-exp of each row of scores, and the result's gradient.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Attended<'a> {
     /// `[batch.., heads, L, V]`.
     pub(crate) out: &'a Tensor,
-    /// `[batch.., heads, L]`, contiguous, in the type computed in; -inf for a query that sees
-    /// nothing, NaN where weights are.
+    /// `[batch.., heads, L]`, contiguous, in the compute type; -inf for a query that attends to no key, NaN where weights are NaN.
     pub(crate) logsumexp: &'a Tensor,
-    /// As `out`.
+    /// The result's gradient, shaped as `out`.
     pub(crate) grad: &'a Tensor,
 }
 
@@ -52,19 +51,19 @@ impl FusedAttention<'_> {
     }
 }
 
-/// What a device computes at once.
+/// How a device cuts attention into blocks of queries.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Blocking {
-    /// Bytes of all scores, up to which they are made in one go and kept for backward.
+    /// The most bytes of scores that are computed at once, and kept for backward.
     pub(crate) whole: usize,
-    /// Bytes of the scores of a block, about.
+    /// The approximate bytes of a block's scores.
     pub(crate) block: usize,
-    /// Queries of a block, at least: each block's products lay out all of its keys and values anew.
+    /// The fewest queries of a block: each block's products pack all keys and values again.
     pub(crate) queries: usize,
 }
 
 impl Blocking {
-    /// Scores of at most this many bytes are always made in one go.
+    /// Scores of at most this many bytes are always computed at once.
     pub(crate) const FEW: usize = 4 << 20;
 
     /// A 32nd of the device's memory, in bytes.

@@ -1,4 +1,4 @@
-//! Matrix products with an epilogue, and how they are walked.
+//! Matrix products with an epilogue, and their plan as loops.
 
 use std::sync::LazyLock;
 
@@ -22,11 +22,11 @@ pub(crate) struct Gemm<'a> {
     /// Broadcast to the results' shape, `[.., m, n]`.
     pub(crate) extras: &'a [&'a Tensor],
     pub(crate) scalars: &'a [Scalar],
-    /// Where the first result had best be written, of the results' shape: it is unless it shares an operand's storage.
+    /// A preferred destination for the first result, of the results' shape; not used where it shares an operand's storage.
     pub(crate) out: Option<Tensor>,
-    /// Of the results.
+    /// The dtypes of the results.
     pub(crate) dtypes: &'a [DType],
-    /// Where the sums of the rows of `a` go as well, `[m]`, of its dtype; only for matrices without dimensions before.
+    /// The destination for the sums of the rows of `a`, `[m]`, of its dtype; only for matrices without batch dimensions.
     pub(crate) sums: Option<&'a Tensor>,
 }
 
@@ -74,7 +74,7 @@ impl GemmPlan {
             return GemmPlan::new(&flip(&b), &flip(&a), &shape, &others).transposed();
         }
 
-        // Where the right matrix is shared, rows and batch are one walk; its last dimension becomes the rows.
+        // Where the right matrix is shared, batch dimensions and rows are collapsed together; the last that remains becomes the rows.
         let shared = b_batch.iter().all(|&s| s == 0);
         let outer = |t: &Layout| -> Dims<isize> {
             let (batch, [row, _]) = split(&t.strides);
@@ -137,6 +137,7 @@ fn split<T: Copy>(dims: &[T]) -> (&[T], [T; 2]) {
     (batch, [matrix[0], matrix[1]])
 }
 
+/// The epilogue of a layer with a bias. Epilogues are made once: making one allocates.
 pub(crate) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
 
 pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
@@ -144,7 +145,7 @@ pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), 
 /// A product times the derivative of relu.
 pub(crate) static RELU_GRAD: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
 
-/// The epilogues of the plain product and of a layer, made once: making one asks the heap.
+/// The epilogue of the plain product.
 pub(crate) static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Copies of matrices in halves whose rows begin where tensor cores' kernels cannot load from: as long as the product is large, the copy takes
-//! less time than a kernel without tensor cores loses.
+//! Aligned copies of f16 and bf16 matrices whose rows are not aligned for tensor cores: for a large product a copy takes less time than a
+//! kernel without tensor cores loses.
 
 use crate::backend::opencl::gemm::is_processor;
 use crate::backend::problem::gemm::Gemm;
@@ -10,8 +10,9 @@ use crate::{Result, Shape, Tensor};
 const LEAST_SIDE: usize = 64;
 const LEAST_WORK: usize = 1 << 28;
 
-/// Bytes that rows have to begin at multiples of, and those of copies do: of the shortest and the longest asynchronous copy.
+/// The alignment that rows need, in bytes: that of the shortest asynchronous copy.
 const LOADED: usize = 4;
+/// The alignment of rows in a copy, in bytes: that of the longest asynchronous copy.
 const ALIGNMENT: usize = 16;
 
 /// The matrices of the product, of which at least one is a copy; None where both can be read as they are, or the product is too small.
@@ -44,21 +45,21 @@ fn is_loaded(layout: &Layout, size: usize) -> bool {
     steps.all(|step| (step.unsigned_abs() * size).is_multiple_of(LOADED))
 }
 
-/// A copy whose rows, or columns where these are contiguous, begin at multiples of [`ALIGNMENT`] bytes. Dims along which all is the same stay so.
+/// A copy whose rows, or columns where these are contiguous, begin at multiples of [`ALIGNMENT`] bytes. Broadcast batch dims stay broadcast.
 fn copy(t: &Tensor) -> Result<Tensor> {
     let last = t.rank() - 1;
     let by_columns = t.strides()[last - 1] == 1;
     let mut whole = if by_columns { t.layout.transpose(last - 1, last) } else { t.layout.clone() };
     let dims = whole.shape.dims().to_vec();
-    let is_same = |d: usize| d + 1 < last && whole.strides[d] == 0;
-    let kept = dims.iter().enumerate().map(|(d, &n)| if is_same(d) { 1 } else { n }).collect::<Vec<_>>();
+    let is_broadcast = |d: usize| d + 1 < last && whole.strides[d] == 0;
+    let kept = dims.iter().enumerate().map(|(d, &n)| if is_broadcast(d) { 1 } else { n }).collect::<Vec<_>>();
     let mut padded = kept.clone();
     padded[last] = kept[last].next_multiple_of(ALIGNMENT / t.dtype.size());
-    let mut place = Layout::contiguous(Shape::from(&padded[..]));
+    let mut layout = Layout::contiguous(Shape::from(&padded[..]));
     let out = Tensor::empty_like_shape(&padded[..], t.dtype, t.device())?;
-    (place.shape, whole.shape) = (Shape::from(&kept[..]), Shape::from(&kept[..]));
-    out.with_layout(place.clone()).copy_(&t.detach().with_layout(whole))?;
-    let made = out.with_layout(place.broadcast_to(&Shape::from(&dims[..])));
+    (layout.shape, whole.shape) = (Shape::from(&kept[..]), Shape::from(&kept[..]));
+    out.with_layout(layout.clone()).copy_(&t.detach().with_layout(whole))?;
+    let made = out.with_layout(layout.broadcast_to(&Shape::from(&dims[..])));
     Ok(if by_columns { made.with_layout(made.layout.transpose(last - 1, last)) } else { made })
 }
 

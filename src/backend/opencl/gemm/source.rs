@@ -1,4 +1,4 @@
-//! The source of a product's kernel: `kernels/gemm.cl` and what is written in front of it.
+//! The source of a product's kernel: `kernels/gemm.cl` and the definitions in front of it.
 
 use std::fmt::Write;
 
@@ -43,13 +43,14 @@ pub(super) fn source(
     let (first, step) = (9 + 3 * batch, 3 + batch);
     let as_windows = if let Variant::Mma(mma) = variant { mma.windows } else { None };
     let windows = as_windows.is_some();
-    // Where a result is: rows of the left matrix that are windows, or columns, may be apart.
-    let row_is_place = as_windows == Some(WindowsAs::LeftApart);
-    let column_is_place = as_windows
+    // Results of windows have the offsets that `windows_mma.cl` computes, along rows or along columns.
+    let windows_along_rows = as_windows == Some(WindowsAs::LeftApart);
+    let windows_along_columns = as_windows
         .is_some_and(|windows| matches!(windows, WindowsAs::Columns | WindowsAs::ColumnsApart | WindowsAs::RowsApart));
-    let place = |row: &str, column: &str, i: usize, at: usize| {
-        let row = if row_is_place { format!("PLACE({row})") } else { format!("({row}) * p.v[{}]", at + 1) };
-        let column = if column_is_place { format!("PLACE({column})") } else { format!("({column})") };
+    let offset = |row: &str, column: &str, i: usize, at: usize| {
+        let row =
+            if windows_along_rows { format!("RESULT_OFFSET({row})") } else { format!("({row}) * p.v[{}]", at + 1) };
+        let column = if windows_along_columns { format!("RESULT_OFFSET({column})") } else { format!("({column})") };
         format!("at{i} + {row} + {column}")
     };
     let mut operands = String::new();
@@ -65,8 +66,8 @@ pub(super) fn source(
         let _ = write!(starts, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
         let row = format!("at{i} + (i) * p.v[{}]", at + 1);
         if i < outs && windows {
-            let place = place("i", "j", i, at);
-            let _ = write!(stores, "if (IS_PLACE(j)) store_{t}_{compute:?}(p{i}, {place}, y{i}); ");
+            let offset = offset("i", "j", i, at);
+            let _ = write!(stores, "if (IS_STORED(j)) store_{t}_{compute:?}(p{i}, {offset}, y{i}); ");
         } else if i < outs {
             let _ = write!(stores, "store_{t}_{compute:?}(p{i}, {row} + (j) * p.v[{}], y{i}); ", at + 2);
         } else {
@@ -116,8 +117,8 @@ pub(super) fn source(
         let buffers = each(&|i, t| format!("{t}_t b{i}[WIDE]; "));
         let rounded = each(&|i, t| format!("b{i}[u] = to_{t}_{compute:?}(y{i}); "));
         let stored = each(&|i, t| {
-            let (raw, place) = (t.cl_storage(), place("row_", "col_", i, first + i * step));
-            format!("*(__global {raw}{wide}*)(p{i} + {place}) = vload{wide}(0, b{i}); ")
+            let (raw, offset) = (t.cl_storage(), offset("row_", "col_", i, first + i * step));
+            format!("*(__global {raw}{wide}*)(p{i} + {offset}) = vload{wide}(0, b{i}); ")
         });
         let _ = writeln!(
             defines,
@@ -130,8 +131,8 @@ pub(super) fn source(
     }
     let halves = matches!(others[0], DType::F16 | DType::BF16);
     if matches!(variant, Variant::Mma(mma) if mma.rounds()) && wide == 8 && halves && !parts && is_product(program) {
-        let place = place("row_", "col_", 0, first);
-        let _ = writeln!(defines, "#define ROUNDED \"{}\"\n#define RESULT_AT(row_, col_) (p0 + {place})", others[0]);
+        let offset = offset("row_", "col_", 0, first);
+        let _ = writeln!(defines, "#define ROUNDED \"{}\"\n#define RESULT_AT(row_, col_) (p0 + {offset})", others[0]);
     }
     format!(
         "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {numbers}\n{}\

@@ -1,4 +1,4 @@
-//! Images and weights as products read them: with their channels next to each other, as they are or copied (`kernels/channels_last.cl`).
+//! Channels-last images and weights, as products read them; others are copied (`kernels/channels_last.cl`).
 
 use smallvec::SmallVec;
 
@@ -12,29 +12,29 @@ use crate::{MemoryFormat, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/channels_last.cl");
 
-/// Work-items of a group that copies, channels of its tile, and pixels of its tile: fewer for small images.
+/// Work-items of a group that copies, channels of its tile, and pixels of its tile for large and for small images.
 const GROUP: usize = 256;
 const CHANNELS: usize = 64;
 const PIXELS: [usize; 2] = [64, 16];
 
-/// Bytes of a slice along k of the largest tiles: channels in whole ones keep a slice inside of a tap.
+/// Bytes of the longest slice along k: where the channels are a multiple of it, every slice is inside one tap.
 const SLICE: usize = 128;
 
-/// Offsets in images, in bytes, are counted in 31 bits.
+/// Kernels compute offsets in images, in bytes, with 31 bits.
 pub(super) const LARGEST: usize = 1 << 31;
 
-/// Images, `[N, groups, channels, rows, columns]`, as they are found: elements after the first of their tensor, and strides.
+/// A strided view `[N, groups, channels, rows, columns]` of a tensor: its offset from the tensor's first element, and its strides.
 #[derive(Clone, Copy)]
-pub(super) struct Found {
+pub(super) struct Strided {
     skip: isize,
     dims: [usize; 5],
     strides: [isize; 5],
 }
 
-/// Images whose channels are next to each other, those of a group in whole pieces of 16 bytes.
+/// Images with contiguous channels, those of a group padded to a multiple of 16 bytes.
 pub(super) struct ChannelsLast {
     pub(super) tensor: Tensor,
-    /// Of a group.
+    /// Channels of a group.
     pub(super) channels: usize,
     /// Rows and columns.
     pub(super) size: [usize; 2],
@@ -48,13 +48,12 @@ impl ChannelsLast {
     }
 }
 
-/// A weight as a matrix for each group, of the elements of windows, tap by tap, by rows, which are channels of results.
+/// A weight as a matrix for each group. Its rows are output channels, and its columns the elements of windows, tap by tap.
 pub(super) struct Matrix {
     pub(super) tensor: Tensor,
-    /// Channels of a window's element.
+    /// Channels of a tap.
     pub(super) channels: usize,
-    /// Elements from one channel, row, group, row of taps and column of taps to the next: either the channels of all taps follow one
-    /// another, or the rows do.
+    /// Strides of channels, rows, groups, and rows and columns of taps. Either the channels of all taps are contiguous, or the rows are.
     pub(super) channel: isize,
     pub(super) row: isize,
     pub(super) group: isize,
@@ -67,20 +66,20 @@ impl Matrix {
     }
 }
 
-impl Found {
-    /// `[N, groups * channels, rows, columns]`.
-    pub(super) fn images(t: &Tensor, groups: usize) -> Found {
+impl Strided {
+    /// The view of images `[N, groups * channels, rows, columns]`.
+    pub(super) fn images(t: &Tensor, groups: usize) -> Strided {
         let ([n, c, rows, columns], s) = (four(t), t.strides());
         let each = c / groups;
-        Found {
+        Strided {
             skip: 0,
             dims: [n, groups, each, rows, columns],
             strides: [s[0], s[1] * each as isize, s[1], s[2], s[3]],
         }
     }
 
-    /// The pixels of them that windows of a single element see, unless products can read all as they are.
-    pub(super) fn seen(mut self, t: &Tensor, w: &Windows) -> Option<Found> {
+    /// The pixels that strided windows of a single tap read; None where products can read the images without a copy.
+    pub(super) fn subsampled(mut self, t: &Tensor, w: &Windows) -> Option<Strided> {
         if self.pixels(t).is_some() {
             return None;
         }
@@ -92,28 +91,29 @@ impl Found {
     }
 
     /// A weight `[groups * rows, channels, kernel]`, each row an image.
-    pub(super) fn weight(t: &Tensor, groups: usize) -> Found {
+    pub(super) fn weight(t: &Tensor, groups: usize) -> Strided {
         let ([outer, c, kh, kw], s) = (four(t), t.strides());
         let rows = outer / groups;
-        Found { skip: 0, dims: [rows, groups, c, kh, kw], strides: [s[0], s[0] * rows as isize, s[1], s[2], s[3]] }
+        Strided { skip: 0, dims: [rows, groups, c, kh, kw], strides: [s[0], s[0] * rows as isize, s[1], s[2], s[3]] }
     }
 
-    /// The weight that the gradient of a phase of images is multiplied by: rows and channels are exchanged, and taps are reversed.
-    pub(super) fn reversed(self, phases: [Phase; 2]) -> Found {
-        let Found { dims: [rows, groups, c, ..], strides: [row, group, channel, ..], mut skip } = self;
+    /// The weight for the image gradient of a phase: rows and channels are exchanged, and the phase's taps are reversed.
+    pub(super) fn reversed(self, phases: [Phase; 2]) -> Strided {
+        let Strided { dims: [rows, groups, c, ..], strides: [row, group, channel, ..], mut skip } = self;
         let mut strides = [channel, group, row, 0, 0];
         for (d, phase) in phases.into_iter().enumerate() {
             skip += self.strides[3 + d] * (phase.tap + (phase.taps - 1) * phase.apart) as isize;
             strides[3 + d] = -self.strides[3 + d] * phase.apart as isize;
         }
-        Found { skip, dims: [c, groups, rows, phases[0].taps, phases[1].taps], strides }
+        Strided { skip, dims: [c, groups, rows, phases[0].taps, phases[1].taps], strides }
     }
 
-    /// Elements from pixel to pixel of all images, where products can read them as they are: in pieces of 16 bytes.
+    /// The stride of pixels in all images, where products can read them without a copy, in pieces of 16 bytes.
     fn pixels(&self, t: &Tensor) -> Option<usize> {
-        let Found { dims: [n, groups, each, rows, columns], strides: [image, group, channel, row, place], .. } = *self;
+        let Strided { dims: [n, groups, each, rows, columns], strides: [image, group, channel, row, column], .. } =
+            *self;
         // A dim of size 1 may have any stride.
-        let steps = [(columns, place), (rows, row), (n, image)];
+        let steps = [(columns, column), (rows, row), (n, image)];
         let pixel = steps.iter().find(|(count, _)| *count > 1).map_or((groups * each) as isize, |(_, step)| *step);
         let follows = |across: usize, (count, step): (usize, isize)| count == 1 || step == pixel * across as isize;
         let pixels = n * rows * columns;
@@ -126,38 +126,38 @@ impl Found {
         (usable && bytes < LARGEST).then_some(pixel as usize)
     }
 
-    /// Whether 16 bytes can be copied from where the first element is, and so many steps of each direction further.
+    /// Whether the first element is aligned to 16 bytes, and all steps of each direction are.
     fn is_in_pieces(&self, t: &Tensor, steps: &[(usize, isize)]) -> bool {
         let piece = PIECE / t.dtype.size();
         t.layout.offset.wrapping_add_signed(self.skip).is_multiple_of(piece)
             && steps.iter().all(|&(count, step)| count == 1 || step.unsigned_abs().is_multiple_of(piece))
     }
 
-    /// The strides of a weight that products can read as it is: of channels, of rows and groups, and of taps.
+    /// The strides of a weight that products can read without a copy: of channels, of rows and groups, and of taps.
     fn as_matrix(&self, t: &Tensor, by_rows: bool) -> Option<(isize, [isize; 2], [isize; 2])> {
-        let Found { dims: [rows, groups, each, kh, kw], strides: [row, group, channel, down, right], .. } = *self;
+        let Strided { dims: [rows, groups, each, kh, kw], strides: [row, group, channel, down, right], .. } = *self;
         let bytes = each * t.dtype.size();
         let in_order = (kw == 1 || right == each as isize) && (kh == 1 || down == (kw * each) as isize);
-        let found = Some((channel, [row, group], [down, right]));
+        let strides = Some((channel, [row, group], [down, right]));
         if channel == 1
             && bytes.is_multiple_of(PIECE)
             && in_order
             && self.is_in_pieces(t, &[(rows, row), (groups, group)])
         {
-            return found;
+            return strides;
         }
         let steps = [(groups, group), (each, channel), (kh, down), (kw, right)];
         let usable = by_rows && row == 1 && channel > 1 && bytes.is_multiple_of(SLICE) && self.is_in_pieces(t, &steps);
-        found.filter(|_| usable)
+        strides.filter(|_| usable)
     }
 }
 
-/// Whether results of images `[N, C, H, W]` like these have their channels innermost.
+/// Whether images `[N, C, H, W]` are channels-last.
 pub(super) fn is_last(t: &Tensor) -> bool {
     t.layout.format() == MemoryFormat::ChannelsLast
 }
 
-/// Memory for a result `[N, C, H, W]` like `t`, of zeros or of anything, row-major or with the channels innermost.
+/// A tensor for a result `[N, C, H, W]`, zeroed or uninitialised, row-major or channels-last, with the dtype and device of `t`.
 pub(super) fn result(dims: [usize; 4], last: bool, zeros: bool, t: &Tensor) -> Result<Tensor> {
     let format = if last { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
     let layout = Layout::in_format(dims.into(), format);
@@ -167,45 +167,45 @@ pub(super) fn result(dims: [usize; 4], last: bool, zeros: bool, t: &Tensor) -> R
     }
 }
 
-/// `[N, size, groups, channels]` of images, with so many zeros before the first row and column, or more of them cut off.
-pub(super) fn channels_last(t: &Tensor, found: Found, before: [isize; 2], size: [usize; 2]) -> Result<ChannelsLast> {
-    let [n, groups, each, rows, columns] = found.dims;
-    let as_it_is = found.pixels(t).filter(|_| before == [0, 0] && size == [rows, columns]);
-    if let Some(pixel) = as_it_is {
+/// Images as `[N, size, groups, channels]`, with `before` zero rows and columns in front; negative numbers crop.
+pub(super) fn channels_last(t: &Tensor, view: Strided, before: [isize; 2], size: [usize; 2]) -> Result<ChannelsLast> {
+    let [n, groups, each, rows, columns] = view.dims;
+    let without_copy = view.pixels(t).filter(|_| before == [0, 0] && size == [rows, columns]);
+    if let Some(pixel) = without_copy {
         return Ok(ChannelsLast { tensor: t.shallow_clone(), channels: each, size, pixel });
     }
     let channels = each.next_multiple_of(PIECE / t.dtype.size());
     let pixel = groups * channels;
     let tensor = Tensor::empty_like_shape([n, size[0], size[1], pixel], t.dtype, t.device())?;
-    copy(t, found, before, size, &tensor, [size[0] * size[1] * pixel, channels, pixel])?;
+    copy(t, view, before, size, &tensor, [size[0] * size[1] * pixel, channels, pixel])?;
     Ok(ChannelsLast { tensor, channels, size, pixel })
 }
 
-/// A weight that is found so: as it is where products can read it, where `rows` says so with rows that follow one another too.
-pub(super) fn matrix(weight: &Tensor, found: Found, rows: bool) -> Result<Matrix> {
-    let [count, groups, each, kh, kw] = found.dims;
-    if let Some((channel, [row, group], taps)) = found.as_matrix(weight, rows) {
-        let offset = weight.layout.offset.wrapping_add_signed(found.skip);
+/// A strided weight as a matrix, without a copy where products can read it; with `rows` its rows may be contiguous instead of its channels.
+pub(super) fn matrix(weight: &Tensor, view: Strided, rows: bool) -> Result<Matrix> {
+    let [count, groups, each, kh, kw] = view.dims;
+    if let Some((channel, [row, group], taps)) = view.as_matrix(weight, rows) {
+        let offset = weight.layout.offset.wrapping_add_signed(view.skip);
         let tensor = weight.with_layout(Layout { offset, ..weight.layout.clone() });
         return Ok(Matrix { tensor, channels: each, channel, row, group, taps });
     }
     let channels = each.next_multiple_of(PIECE / weight.dtype.size());
     let tensor = Tensor::empty_like_shape([groups, count, kh * kw, channels], weight.dtype, weight.device())?;
     let row = kh * kw * channels;
-    copy(weight, found, [0, 0], [kh, kw], &tensor, [row, count * row, channels])?;
+    copy(weight, view, [0, 0], [kh, kw], &tensor, [row, count * row, channels])?;
     let [row, group] = [row, count * row].map(|step| step as isize);
     Ok(Matrix { tensor, channels, channel: 1, row, group, taps: [0, 0] })
 }
 
-/// The launch of `kernels/channels_last.cl`; `to` are the strides of the copy: of images, groups and pixels.
-fn copy(t: &Tensor, found: Found, before: [isize; 2], size: [usize; 2], out: &Tensor, to: [usize; 3]) -> Result<()> {
+/// Launches `kernels/channels_last.cl`; `to` has the strides of the copy: of images, groups and pixels.
+fn copy(t: &Tensor, view: Strided, before: [isize; 2], size: [usize; 2], out: &Tensor, to: [usize; 3]) -> Result<()> {
     let (device, bytes) = (t.cl_device()?, t.dtype.size());
-    let [n, groups, each, rows, columns] = found.dims;
-    let (piece, filled) = (PIECE / bytes, each.next_multiple_of(PIECE / bytes));
-    let (pixels, contiguous) = (size[0] * size[1], found.strides[2] == 1 && each > 1);
-    let channels = filled.next_power_of_two().min(CHANNELS);
+    let [n, groups, each, rows, columns] = view.dims;
+    let (piece, padded) = (PIECE / bytes, each.next_multiple_of(PIECE / bytes));
+    let (pixels, contiguous) = (size[0] * size[1], view.strides[2] == 1 && each > 1);
+    let channels = padded.next_power_of_two().min(CHANNELS);
     let tile = if pixels < PIXELS[0] { PIXELS[1] } else { PIXELS[0] };
-    // A work-item has something to read at least.
+    // Each work-item reads at least one element.
     let tile = tile.max(GROUP / channels);
     let params = [bytes, channels, tile, contiguous as usize].map(|n| n as u64);
     let kernel = kernel(device, KernelKey::new("channels_last", &params), "channels_last", || {
@@ -216,13 +216,13 @@ fn copy(t: &Tensor, found: Found, before: [isize; 2], size: [usize; 2], out: &Te
         )
     })?;
     let numbers = [size[0] as isize, size[1] as isize, before[0], before[1]].into_iter();
-    let numbers = numbers.chain([rows, columns, groups, each, filled, 0].map(|n| n as isize)).map(|n| n as i32);
+    let numbers = numbers.chain([rows, columns, groups, each, padded, 0].map(|n| n as isize)).map(|n| n as i32);
     let mut words: SmallVec<[i32; 32]> = numbers.collect();
-    let strides = found.strides.into_iter().chain(to.map(|n| n as isize)).map(|n| n as i64);
+    let strides = view.strides.into_iter().chain(to.map(|n| n as isize)).map(|n| n as i64);
     words.extend(strides.flat_map(bytemuck::cast::<i64, [i32; 2]>));
     let (from, into) = (t.device_view()?, out.device_view()?);
-    let first = from.first_element().wrapping_add_signed(found.skip) as u64;
+    let first = from.first_element().wrapping_add_signed(view.skip) as u64;
     let args = [from.buffer(), Arg::U64(first), into.buffer(), into.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
-    let items = pixels.div_ceil(tile) * filled.div_ceil(channels) * groups * n;
+    let items = pixels.div_ceil(tile) * padded.div_ceil(channels) * groups * n;
     device.launch(&kernel, &args, &[items * GROUP], &[GROUP])
 }

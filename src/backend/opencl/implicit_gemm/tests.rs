@@ -246,7 +246,7 @@ fn copies_are_channels_last() {
             let [n, _, h, w] = four(x);
             for (before, size) in [([0, 0], [h, w]), ([2, 1], [h + 3, w + 5]), ([-1, -2], [h, w])] {
                 let ChannelsLast { tensor, channels, .. } =
-                    channels_last(x, Found::images(x, groups), before, size).unwrap();
+                    channels_last(x, Strided::images(x, groups), before, size).unwrap();
                 assert_eq!(tensor.shape().dims(), [n, size[0], size[1], groups * channels]);
                 let [from, got] = [x, &tensor].map(|t| t.to_dtype(DType::F64).unwrap().to_ndarray::<f64>().unwrap());
                 for (at, &value) in got.indexed_iter() {
