@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 use super::modes::is_dependencies_only;
 use super::node::{Factor, Inputs, Node, Operation, State};
 use super::{Context, Gradients, Group, is_grad_enabled};
+use crate::device::capture::is_capturing;
 use crate::tensor::Layout;
 use crate::{Error, Result, Tensor};
 
@@ -126,21 +127,24 @@ pub(super) fn view_node(
 pub(crate) struct Saved {
     tensor: Tensor,
     version: u64,
+    /// None for what a capture saved: a backward pass after a replay needs what the replay has written.
+    replays: Option<u64>,
 }
 
 impl Saved {
     pub(crate) fn new(tensor: &Tensor) -> Saved {
-        Saved::of(Tensor { made_by: tensor.node(), ..tensor.detach() }, tensor.storage.version())
+        let replays = (!is_capturing(tensor.device())).then(|| tensor.storage.replays());
+        Saved::of(Tensor { made_by: tensor.node(), ..tensor.detach() }, tensor.storage.version(), replays)
     }
 
     /// The same, kept by somebody else.
     pub(super) fn share(&self) -> Saved {
-        Saved::of(self.tensor.shallow_clone(), self.version)
+        Saved::of(self.tensor.shallow_clone(), self.version, self.replays)
     }
 
-    fn of(tensor: Tensor, version: u64) -> Saved {
+    fn of(tensor: Tensor, version: u64, replays: Option<u64>) -> Saved {
         tensor.storage.save();
-        Saved { tensor, version }
+        Saved { tensor, version, replays }
     }
 
     /// Whether it is this tensor: the same elements of the same storage.
@@ -155,7 +159,8 @@ impl Saved {
 
     /// The tensor, unless its storage was changed in place since.
     pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
-        if self.tensor.storage.version() == self.version {
+        let storage = &self.tensor.storage;
+        if storage.version() == self.version && self.replays.is_none_or(|replays| replays == storage.replays()) {
             return Ok(&self.tensor);
         }
         let reason = format!(

@@ -207,8 +207,8 @@ pub(crate) fn launch<'t, R>(
 ) -> Result<R> {
     let outputs = outputs.into_iter();
     let launched = f(of_outputs(outputs.clone()));
-    // A kernel that finds a division by zero has written all the same.
-    if matches!(launched, Ok(_) | Err(Error::DivisionByZero { .. })) {
+    // A kernel that finds a division by zero has written all the same, and so has what failed after a part of it.
+    if matches!(launched, Ok(_) | Err(Error::DivisionByZero { .. } | Error::Partial { .. })) {
         outputs.for_each(|t| t.storage.bump_version());
     }
     launched

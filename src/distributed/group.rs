@@ -150,14 +150,18 @@ impl Group {
     /// # Errors
     /// As there, of the arguments.
     pub fn broadcast_async(&self, tensor: &Tensor, root: usize) -> Result<Work> {
-        self.broadcast_coalesced_async(&[tensor], root)
+        self.broadcast_of(&[tensor], tensor.shape(), root)
     }
 
     /// [`broadcast`](Self::broadcast) of several tensors of one dtype on one device as if they were one (PyTorch's
     /// `_broadcast_coalesced`).
     pub(super) fn broadcast_coalesced_async(&self, tensors: &[&Tensor], root: usize) -> Result<Work> {
+        self.broadcast_of(tensors, &elements(tensors), root)
+    }
+
+    fn broadcast_of(&self, tensors: &[&Tensor], shape: &Shape, root: usize) -> Result<Work> {
         self.check_rank("broadcast", root)?;
-        self.in_place("broadcast", tensors, &format!("root {root}"), move |m, bytes| {
+        self.in_place("broadcast", tensors, shape, &format!("root {root}"), move |m, bytes| {
             collective::broadcast(m, bytes, root)
         })
     }
@@ -177,7 +181,7 @@ impl Group {
     /// # Errors
     /// As there, of the arguments.
     pub fn all_reduce_async(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Work> {
-        self.all_reduce_coalesced_async(&[tensor], reduce)
+        self.all_reduce_of(&[tensor], tensor.shape(), reduce)
     }
 
     /// [`all_reduce`](Self::all_reduce) of several tensors of one dtype on one device as if they were one (PyTorch's
@@ -195,6 +199,10 @@ impl Group {
     /// # Errors
     /// As there, of the arguments.
     pub fn all_reduce_coalesced_async(&self, tensors: &[&Tensor], reduce: ReduceOp) -> Result<Work> {
+        self.all_reduce_of(tensors, &elements(tensors), reduce)
+    }
+
+    fn all_reduce_of(&self, tensors: &[&Tensor], shape: &Shape, reduce: ReduceOp) -> Result<Work> {
         let op = "all_reduce";
         let Some(first) = tensors.first() else { return Err(Error::invalid(op, "there are no tensors")) };
         let dtype = first.dtype();
@@ -207,7 +215,7 @@ impl Group {
                 return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: t.device() });
             }
         }
-        self.in_place(op, tensors, &format!("{reduce:?}"), move |m, bytes| {
+        self.in_place(op, tensors, shape, &format!("{reduce:?}"), move |m, bytes| {
             collective::all_reduce(m, bytes, dtype, reduce)
         })
     }
@@ -347,15 +355,11 @@ impl Group {
         &self,
         op: &'static str,
         tensors: &[&Tensor],
+        shape: &Shape,
         detail: &str,
         f: impl FnOnce(&mut Member, &[Tensor]) -> Result<()> + Send + 'static,
     ) -> Result<Work> {
-        // Several are one, in whatever pieces a rank has them.
-        let shape = match tensors {
-            [one] => one.shape().clone(),
-            _ => tensors.iter().map(|t| t.numel()).sum::<usize>().into(),
-        };
-        let call = describe(op, tensors[0].dtype(), &shape, detail);
+        let call = describe(op, tensors[0].dtype(), shape, detail);
         self.in_place_unchecked(op, Some(call), tensors, f)
     }
 
@@ -476,6 +480,11 @@ fn describe(op: &str, dtype: DType, shape: &Shape, detail: &str) -> String {
 
 fn is_on(key: &str) -> bool {
     std::env::var(key).is_ok_and(|v| !matches!(&*v, "" | "0" | "off"))
+}
+
+/// What coalesced calls are compared by: one tensor of all elements, in whatever pieces a rank has them.
+fn elements(tensors: &[&Tensor]) -> Shape {
+    tensors.iter().map(|t| t.numel()).sum::<usize>().into()
 }
 
 /// How long a rank waits for the others.

@@ -319,6 +319,14 @@ impl Flat {
         Ok(())
     }
 
+    /// Takes over the f32 weights of `other`, which had the same parameters, wherever they are rounded to what these are.
+    pub(super) fn keep_master(&self, other: &Flat) -> Result<()> {
+        let (Some(own), Some(others)) = (&self.master, &other.master) else { return Ok(()) };
+        let others = self.state_of(other, others)?;
+        let is_same = others.to_dtype(self.dtype)?.to_dtype(own.dtype())?.eq(own)?;
+        own.copy_(&is_same.where_cond(&others, own)?).map(drop)
+    }
+
     /// The longest runs of parameters that have a gradient and can be updated together, each with the one before it: one for
     /// all, unless some were not reached by backward. None where the model was converted and others replace these parameters.
     pub(super) fn runs(&self, same_step: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {

@@ -226,6 +226,7 @@ impl<R: Rule> Group<R> {
         })?;
         let converted = |state: &Tensor| flat.state_of(&self.flat, state);
         self.state = self.state.iter().map(converted).collect::<Result<_>>()?;
+        flat.keep_master(&self.flat)?;
         self.flat = Arc::new(flat);
         self.launches.clear();
         Ok(())

@@ -5,10 +5,10 @@
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use super::allocation::{Allocation, Storage};
-use super::captured;
+use super::captured::{self, Replays};
 use crate::device::lock;
 
 type Value = Arc<dyn Any + Send + Sync>;
@@ -22,6 +22,8 @@ pub(super) struct Attachment {
     value: Mutex<Option<Value>>,
     /// What a capture calls the storage; 0 for nothing.
     number: AtomicU64,
+    /// Counts the replays of the graph that it was allocated in.
+    replays: OnceLock<Replays>,
 }
 
 /// Held while a handle on a storage with an attachment is dropped, so that the last one of two notices.
@@ -43,6 +45,12 @@ impl Attachment {
         if *number != 0 {
             captured::dropped(std::mem::take(number));
         }
+        self.replays.take();
+    }
+
+    /// Each replay of a graph writes the storage.
+    pub(super) fn rewritten_by(&self, replays: &Replays) {
+        self.replays.get_or_init(|| Arc::clone(replays));
     }
 
     /// The number that captures know the storage by: no other one has it.
@@ -106,6 +114,11 @@ impl Storage {
         let attached = value.get_or_insert_with(|| Arc::<T>::default()).clone();
         self.0.attachment.present.store(true, Ordering::Release);
         attached.downcast().expect("one type is attached")
+    }
+
+    /// How often a graph has written the storage, which it allocated, in replays.
+    pub(crate) fn replays(&self) -> u64 {
+        self.0.attachment.replays.get().map_or(0, |replays| replays.load(Ordering::Acquire))
     }
 
     /// Counts a handle among the saved ones, until [`Storage::unsave`].

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::allocation::{Backing, Lease, Storage};
 use super::block::Block;
@@ -24,7 +24,12 @@ pub(crate) struct Captured {
     before: HashSet<u32>,
     pool: MemPool,
     uses: Uses,
+    /// How often all that it allocated was written again.
+    replays: Replays,
 }
+
+/// A count that the storages of a graph share with it.
+pub(super) type Replays = Arc<AtomicU64>;
 
 /// Which commands of a capture use which storages.
 #[derive(Default)]
@@ -130,6 +135,7 @@ impl Captured {
             segments,
             pool: pool.clone(),
             uses: Uses::default(),
+            replays: Replays::default(),
         }));
         let _end = End;
         let result = use_mem_pool(&pool, f);
@@ -147,6 +153,7 @@ impl Captured {
 
     /// Counts what every replay changes as changed once more.
     pub(crate) fn replayed(&self) {
+        self.replays.fetch_add(1, Ordering::AcqRel);
         self.outside.iter().filter(|used| used.changes > 0).for_each(|used| used.count(|n| n.wrapping_add(1)));
     }
 
@@ -161,6 +168,10 @@ impl Captured {
     /// Where what was allocated inside is.
     pub(crate) fn pool(&self) -> &MemPool {
         &self.pool
+    }
+
+    fn allocated(&self, lease: &Lease) -> bool {
+        self.pool.owns(&lease.block) && !self.before.contains(&lease.block.id())
     }
 }
 
@@ -182,8 +193,7 @@ pub(super) fn used(storage: &Storage, lease: &Lease) {
         }
         captured.uses.uses.push(Use { command: capture::commands(), number: storage.0.attachment.number(), bytes });
         let known = || captured.outside.iter().any(|used| used.storage.ptr_eq(storage));
-        let is_inside = captured.pool.owns(&lease.block) && !captured.before.contains(&lease.block.id());
-        if !is_inside && !known() {
+        if !captured.allocated(lease) && !known() {
             captured.outside.push(Used { storage: storage.clone(), changes: 0 });
         }
     });
@@ -204,9 +214,14 @@ pub(super) fn dropped(number: u64) {
 /// Notes that a capture of this thread counted a storage as changed.
 pub(super) fn changed(storage: &Storage) {
     CAPTURED.with_borrow_mut(|captured| {
-        let outside = captured.as_mut().and_then(|c| c.outside.iter_mut().find(|used| used.storage.ptr_eq(storage)));
-        if let Some(used) = outside {
+        let Some(captured) = captured else { return };
+        if let Some(used) = captured.outside.iter_mut().find(|used| used.storage.ptr_eq(storage)) {
             used.changes += 1;
+        }
+        if let Backing::OpenCl(_, lease) = &storage.0.backing
+            && captured.allocated(lease)
+        {
+            storage.0.attachment.rewritten_by(&captured.replays);
         }
     });
 }

@@ -64,8 +64,9 @@ impl Derived {
         *self.checked.get_mut() = 0;
     }
 
-    /// Forgets all: the bytes have changed.
+    /// Forgets all: the bytes have changed, or some of them where a transfer failed.
     pub(super) fn forget(&self) {
+        self.checked.store(0, Ordering::Release);
         if let Some(images) = self.images.get() {
             forget(images);
         }

@@ -226,6 +226,31 @@ fn replays_count_as_changes() {
     }
 }
 
+/// Also of what the graph has allocated itself; a backward pass of what was captured is of the last replay.
+#[test]
+fn replays_change_their_own_results() {
+    for device in opencl() {
+        let (x, w) = (Tensor::ones(4, device).unwrap(), ramp(4, &[4], 1.0, device).requires_grad_(true).unwrap());
+        let (graph, y) = Graph::capture(device, || x.add_scalar(1)).unwrap();
+        graph.replay().unwrap();
+        let loss = w.mul(&y).unwrap().sum((), false).unwrap();
+        let again = w.mul(&y).unwrap().sum((), false).unwrap();
+        again.backward().unwrap();
+        assert_eq!(vec(&w.grad().unwrap()), [2.0; 4]);
+        graph.replay().unwrap();
+        assert!(matches!(loss.backward(), Err(Error::Autograd { .. })), "on {device}");
+
+        let (graph, loss) = Graph::capture(device, || w.mul(&x.exp()?)?.sum((), false)).unwrap();
+        x.fill_(0).unwrap();
+        graph.replay().unwrap();
+        x.fill_(0.5f64.ln()).unwrap();
+        graph.replay().unwrap();
+        w.zero_grad();
+        loss.backward().unwrap();
+        assert!(vec(&w.grad().unwrap()).iter().all(|g| (g - 0.5).abs() < 1e-6), "on {device}");
+    }
+}
+
 #[test]
 fn what_a_kernel_finds_wrong_is_told() {
     for device in opencl() {

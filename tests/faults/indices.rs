@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use claystone::{Error, Result, Tensor};
+use claystone::{DType, Error, Result, Tensor};
 
 use crate::driver::{DEVICE, on_device};
 use crate::stand_in::{Faults, Kind};
@@ -26,6 +26,7 @@ fn tells(result: Result<Tensor>, bad: i64) {
 }
 
 fn indices_are_asked_about_once(test: &str, kind: Kind) {
+    let sliced = matches!(kind, Kind::DiscreteGpu); // large transfers to it
     let Some(faults) = Faults::install(test, kind) else { return };
     let x = on_device(&(0..12).map(|i| i as f32).collect::<Vec<_>>()).reshape([4, 3]).unwrap();
     let rows = index(&[3, 0, 2, 2]);
@@ -74,6 +75,26 @@ fn indices_are_asked_about_once(test: &str, kind: Kind) {
     assert_eq!((reads(&faults, select), reads(&faults, select)), (1, 0));
     tells(x.index_select(0, &index(&[5])), 5);
     assert_eq!((reads(&faults, select), reads(&faults, select)), (1, 0));
+    // The same bytes are other numbers in another dtype.
+    let pairs = Tensor::from_slice(&[1i32, 1, 9, 9], 4, DEVICE).unwrap();
+    let first = pairs.narrow(0, 0, 2).unwrap();
+    assert_eq!((reads(&faults, || first.one_hot(5)), reads(&faults, || first.one_hot(5))), (1, 0));
+    tells(pairs.view_dtype(DType::I64).unwrap().one_hot(5), 1 + (1 << 32));
+    // A write that fails may have changed a part.
+    let many = index(&vec![0; 1 << 19]);
+    let select_many = || x.index_select(0, &many);
+    assert_eq!((reads(&faults, select_many), reads(&faults, select_many)), (1, 0));
+    let bytes: Vec<u8> = (0..1 << 19).flat_map(|_| 9i64.to_ne_bytes()).collect();
+    let version = many.storage().version();
+    faults.fail("clEnqueueWriteBuffer", if sliced { 2 } else { 1 }, 1, -5);
+    let error = many.write_bytes_(&bytes).unwrap_err();
+    if sliced {
+        assert!(matches!(error, Error::Partial { .. }), "{error}");
+        assert!(many.storage().version() > version);
+        tells(select_many(), 9);
+    } else {
+        assert_eq!(reads(&faults, select_many), 1);
+    }
     // Other code may change what was handed out.
     rows.storage().export_cl().unwrap();
     assert_eq!((reads(&faults, select), reads(&faults, select)), (1, 1));

@@ -121,6 +121,31 @@ fn halves_and_their_masters() {
     });
 }
 
+/// Steps much smaller than what a half tells from its neighbours add up in the f32 weights, which a conversion keeps.
+#[test]
+fn conversions_keep_what_halves_have_rounded_away() {
+    each_device(|device| {
+        let run = |converted: bool| {
+            let mut net =
+                with_generator(&Generator::new(5), || Conv2d::new(4, 4, [3, 3], ConvOptions::default(), device))
+                    .unwrap();
+            net.to_dtype(DType::BF16).unwrap();
+            let mut sgd = Sgd::new(net.parameters_mut(), SgdConfig { lr: 1e-4, ..SgdConfig::default() }).unwrap();
+            for step in 0..100 {
+                if converted && step % 7 == 3 {
+                    net.to_memory_format(if step % 2 == 0 { LAST } else { MemoryFormat::Contiguous }).unwrap();
+                }
+                sgd.zero_grad();
+                let weights: Vec<&Tensor> = net.parameters();
+                weights.iter().for_each(|w| w.sum((), false).unwrap().backward().unwrap());
+                sgd.step().unwrap();
+            }
+            net.parameters().into_iter().map(values).collect::<Vec<_>>()
+        };
+        assert_eq!(run(true), run(false), "on {device}");
+    });
+}
+
 #[test]
 fn in_autocast() {
     each_device(|device| {

@@ -43,6 +43,7 @@ const BEGUN: u64 = u16::MAX as u64;
 
 /// The other bits: those of a hash of all that another outcome could come from.
 fn of(index: &Tensor, check: u64, reads: FaultReads) -> u64 {
-    let hash = number_of([check, index.storage.version(), index.layout.offset as u64, reads.slot, reads.found]);
+    let (version, offset, dtype) = (index.storage.version(), index.layout.offset as u64, index.dtype as u64);
+    let hash = number_of([check, version, offset, dtype, reads.slot, reads.found]);
     (hash ^ hash >> 32) & !BEGUN
 }

@@ -50,7 +50,7 @@ use super::driver::Driver;
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, Hooks, OomObserver, OutOfMemoryEvent, Registration};
 use super::stats::{DeviceStats, Split};
-use crate::device::StreamId;
+use crate::device::{StreamId, log};
 use crate::{Device, Result};
 use cache::{Cached, Put, Shard, ThreadCaches};
 use clock::Clock;
@@ -397,6 +397,7 @@ impl Allocator for CachingAllocator {
         };
         drop(unused); // outside the lock: releasing waits for the device
         self.release_pages(0, 0);
+        let _messages = log::defer(); // a subscriber may allocate, and wait for the lock that is held below
         if let Ok(_alone) = self.compacting.try_lock() {
             self.restore_all();
         }
