@@ -86,7 +86,8 @@ fn indices_are_asked_about_once(test: &str, kind: Kind) {
     assert_eq!((reads(&faults, select_many), reads(&faults, select_many)), (1, 0));
     let bytes: Vec<u8> = (0..1 << 19).flat_map(|_| 9i64.to_ne_bytes()).collect();
     let version = many.storage().version();
-    faults.fail("clEnqueueWriteBuffer", if sliced { 2 } else { 1 }, 1, -5);
+    let (call, nth) = if sliced { ("clEnqueueWriteBuffer", 2) } else { ("clEnqueueMapBuffer", 1) };
+    faults.fail(call, nth, 1, -5);
     let error = many.write_bytes_(&bytes).unwrap_err();
     if sliced {
         assert!(matches!(error, Error::Partial { .. }), "{error}");

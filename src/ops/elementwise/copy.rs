@@ -4,7 +4,6 @@ use std::slice;
 use std::sync::LazyLock;
 
 use crate::autograd::{self, InPlace};
-use crate::backend::Backend;
 use crate::backend::problem::map::Params;
 use crate::device::capture::is_capturing;
 use crate::ops::dispatch::prelude::*;
@@ -269,11 +268,11 @@ impl Tensor {
         let change = autograd::in_place(op, self, &[])?;
         if self.is_contiguous() {
             let at = self.layout.offset * self.dtype.size();
-            let write = |_: &dyn Backend| match non_blocking && self.storage.start_write(at, bytes)? {
+            let write = || match non_blocking && self.storage.start_write(at, bytes)? {
                 true => Ok(()),
                 false => self.storage.write(at, bytes),
             };
-            backend::launch([self], write).map_err(|e| e.in_part(op))?;
+            backend::launch([self], |_| write().map_err(|e| e.in_part(op)))?;
         } else {
             self.copy_elements(op, &Tensor::from_bytes(bytes, self.shape(), self)?, false)?;
         }
