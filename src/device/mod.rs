@@ -51,9 +51,9 @@ pub(crate) use launches::count_launch;
 pub use launches::count_launches;
 pub(crate) use lock::lock;
 pub use name::Device;
-pub use opencl::ProgramCache;
 #[doc(hidden)]
 pub use opencl::read_cache_file;
+pub use opencl::{ProgramCache, report_faults_to_any_thread, reported_faults};
 pub use stream::{Event, Stream, StreamId, set_stream, with_stream};
 
 impl Device {

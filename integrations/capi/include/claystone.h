@@ -48,6 +48,8 @@ typedef enum {
     CLAYSTONE_STATUS_PANIC = 9,
     // Something else.
     CLAYSTONE_STATUS_FAILED = 10,
+    // An index out of range or a division by zero that a kernel found, of this operation or of an earlier one. It is told this once.
+    CLAYSTONE_STATUS_KERNEL = 11,
 } ClaystoneStatus;
 
 // The element types. The numbers stay what they are.
@@ -427,6 +429,10 @@ ClaystoneStatus claystone_device_memory(int32_t number, uint64_t *bytes);
 
 // Whether a device is there and has not been lost to a fault. Opens nothing.
 ClaystoneStatus claystone_device_is_available(int32_t number, bool *available);
+
+// From now on, whichever thread waits next is told what kernels found wrong, and not the thread that launched them: for programs whose
+// threads hand work on. Call it before the first operation.
+void claystone_report_faults_to_any_thread(void);
 
 // Waits until everything submitted to a device so far, on every stream, is done. Reports what kernels found wrong meanwhile.
 ClaystoneStatus claystone_device_synchronize(int32_t number);

@@ -3,6 +3,7 @@
 use std::ffi::c_char;
 use std::mem::MaybeUninit;
 
+use claystone::device::reported_faults;
 use claystone::ops::{self, Argument, Value};
 use claystone::{Generator, Tensor, with_generator};
 
@@ -227,9 +228,18 @@ unsafe fn with_call<R>(call: *const ClaystoneCall, run: impl FnOnce(Call) -> Res
         };
         let values: Vec<(&str, Value)> = named.iter().map(|(key, value)| (*key, value.value())).collect();
         let (tensors, arguments) = signature.by_position(&tensors, &arguments, &values)?;
-        return run(Call { name, tensors, arguments, generator });
+        return told_apart(|| run(Call { name, tensors, arguments, generator }));
     }
-    run(Call { name, tensors, arguments, generator })
+    told_apart(|| run(Call { name, tensors, arguments, generator }))
+}
+
+/// Errors of what kernels found are not the arguments' fault: an earlier operation's may be among them.
+fn told_apart<R>(run: impl FnOnce() -> Result<R, Fault>) -> Result<R, Fault> {
+    let before = reported_faults();
+    run().map_err(|fault| match fault {
+        Fault::Claystone(error) if reported_faults() != before => Fault::Kernel(error),
+        fault => fault,
+    })
 }
 
 /// Handles for results, which are the caller's.

@@ -72,6 +72,13 @@ pub unsafe extern "C" fn claystone_device_is_available(number: i32, available: *
     })
 }
 
+/// From now on, whichever thread waits next is told what kernels found wrong, and not the thread that launched them: for programs whose
+/// threads hand work on. Call it before the first operation.
+#[unsafe(no_mangle)]
+pub extern "C" fn claystone_report_faults_to_any_thread() {
+    claystone::device::report_faults_to_any_thread();
+}
+
 /// Waits until everything submitted to a device so far, on every stream, is done. Reports what kernels found wrong meanwhile.
 #[unsafe(no_mangle)]
 pub extern "C" fn claystone_device_synchronize(number: i32) -> ClaystoneStatus {

@@ -33,6 +33,8 @@ pub enum ClaystoneStatus {
     Panic = 9,
     /// Something else.
     Failed = 10,
+    /// An index out of range or a division by zero that a kernel found, of this operation or of an earlier one. It is told this once.
+    Kernel = 11,
 }
 
 /// Why a call failed.
@@ -41,6 +43,8 @@ pub(crate) enum Fault {
     Argument(String),
     /// claystone's error.
     Claystone(Error),
+    /// What a kernel found wrong, maybe one of an earlier operation.
+    Kernel(Error),
 }
 
 impl From<Error> for Fault {
@@ -51,7 +55,11 @@ impl From<Error> for Fault {
 
 impl Fault {
     fn status(&self) -> ClaystoneStatus {
-        let Fault::Claystone(error) = self else { return ClaystoneStatus::Invalid };
+        let error = match self {
+            Fault::Argument(_) => return ClaystoneStatus::Invalid,
+            Fault::Kernel(_) => return ClaystoneStatus::Kernel,
+            Fault::Claystone(error) => error,
+        };
         match error {
             Error::ShapeMismatch { .. }
             | Error::DTypeMismatch { .. }
@@ -95,7 +103,7 @@ pub(crate) fn guard(name: &str, body: impl FnOnce() -> Result<(), Fault>) -> Cla
             let status = fault.status();
             remember(match fault {
                 Fault::Argument(reason) => format!("{name}: {reason}"),
-                Fault::Claystone(error) => error.to_string(),
+                Fault::Claystone(error) | Fault::Kernel(error) => error.to_string(),
             });
             status
         }

@@ -37,8 +37,8 @@ public:
         }
         name = node.text.c_str();
         const auto* parameters = node.parameters;
-        // The second operand of `add` may be a number. One that is a bool is a tensor, as it has a say in the dtype of sums of bools.
-        if (node.scalar_parameters && values.size() >= 2 && values[1]->is_number() && !values[1]->as<bool>() && values[0]->as<TensorHandle>()) {
+        // The second operand of `add` may be a number. One that is a bool or of a dtype is a tensor, as it has a say in the dtype of sums.
+        if (node.scalar_parameters && values.size() >= 2 && values[1]->is_number() && !values[1]->as<bool>() && !values[1]->dtype && values[0]->as<TensorHandle>()) {
             name = node.with_scalar.c_str();
             parameters = node.scalar_parameters;
         }
@@ -200,6 +200,8 @@ void check_call(ClaystoneStatus status) {
         case CLAYSTONE_STATUS_DEVICE_LOST:
         case CLAYSTONE_STATUS_DRIVER:
         case CLAYSTONE_STATUS_PARTIAL:
+        case CLAYSTONE_STATUS_KERNEL: // maybe of an earlier operation, which PyTorch's CPU would not run again
+        case CLAYSTONE_STATUS_PANIC:
             return check(status);
         default:
             throw Refused(claystone_last_error());
@@ -209,7 +211,8 @@ void check_call(ClaystoneStatus status) {
 // A tensor without dimensions of a number.
 TensorHandle tensor_of(const Value& value, const Scope& scope) {
     const ClaystoneDtype floats = scope.wide ? CLAYSTONE_DTYPE_F64 : CLAYSTONE_DTYPE_F32;
-    const int64_t dtype = value.as<double>() ? floats : value.as<bool>() ? CLAYSTONE_DTYPE_BOOL : CLAYSTONE_DTYPE_I64;
+    const ClaystoneDtype natural = value.as<double>() ? floats : value.as<bool>() ? CLAYSTONE_DTYPE_BOOL : CLAYSTONE_DTYPE_I64;
+    const int64_t dtype = value.dtype.value_or(natural);
     static const int64_t nothing = 0;
     return run_one(
         "full", {argument(CLAYSTONE_TAG_INTS, {.integers = &nothing}, 0), number(value), argument(CLAYSTONE_TAG_DTYPE, {.integer = dtype}),

@@ -46,6 +46,7 @@ void check(ClaystoneStatus status) {
         case CLAYSTONE_STATUS_OUT_OF_MEMORY:
             TORCH_CHECK_WITH(OutOfMemoryError, false, claystone_last_error());
         case CLAYSTONE_STATUS_INDEX:
+        case CLAYSTONE_STATUS_KERNEL:
             TORCH_CHECK_INDEX(false, claystone_last_error());
         default:
             TORCH_CHECK(false, claystone_last_error());

@@ -28,6 +28,9 @@ PYBIND11_MODULE(_C, module) {
     });
     module.def("reset_fallbacks", &reset_fallbacks);
 
+    // PyTorch runs backward passes on a thread of its own, and anybody may wait for them.
+    claystone_report_faults_to_any_thread();
+
     module.def("is_forked", &is_forked);
     module.def("device_count", [] { return int(device_count()); });
     module.def("is_opencl", [](int index) { return claystone_device(index) != CLAYSTONE_CPU; });

@@ -19,7 +19,11 @@ Value of_tensor(const at::Tensor& tensor) {
         return handle(tensor);
     }
     if (tensor.is_cpu() && tensor.dim() == 0 && claystone_dtype(tensor.scalar_type())) {
-        return value_of(c10::IValue(at::_local_scalar_dense(tensor)));
+        Value value = value_of(c10::IValue(at::_local_scalar_dense(tensor)));
+        if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+            value.dtype = claystone_dtype(tensor.scalar_type());
+        }
+        return value;
     }
     throw Refused("a tensor is on another device");
 }

@@ -32,6 +32,9 @@ struct Value : std::variant<
                    std::vector<double>, Values> {
     using variant::variant;
 
+    // Of a number that is a tensor without dims on PyTorch's CPU: its dtype has a say in that of results, as Python's numbers have not.
+    std::optional<ClaystoneDtype> dtype;
+
     template <typename T>
     const T* as() const {
         return std::get_if<T>(this);

@@ -67,6 +67,9 @@ class Generic(TestCase):
             for operator in (torch.add, torch.mul, torch.maximum, torch.eq, torch.true_divide):
                 self.on_both(lambda x, y: operator(x, y).dtype, values((3,), a), values((3,), b))
             self.on_both(lambda x, y: (x + y.sum()).dtype, values((3,), a), values((3,), b))
+            # A tensor without dims may be on the CPU beside tensors of any device.
+            self.on_both(lambda x: (x * torch.tensor(1, dtype=b)).dtype, values((3,), a))
+            self.on_both(lambda x: torch.add(torch.tensor(1, dtype=b), x.sum()).dtype, values((3,), a))
             self.on_both(lambda x: ((x + 1).dtype, (x * 1.5).dtype, (x == True).dtype), values((3,), a))  # noqa: E712
 
     @dtypes(*NUMBERS)

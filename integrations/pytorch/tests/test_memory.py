@@ -118,6 +118,31 @@ class Errors(unittest.TestCase):
             torch.claystone.synchronize()
             del y
 
+    def test_an_operator_that_reads_tells_of_an_earlier_one(self):
+        x, i, mask = torch.arange(5.0, device=DEVICE), torch.tensor([9], device=DEVICE), torch.tensor([True], device=DEVICE)
+        if torch.claystone.is_opencl():
+            y = torch.index_select(x, 0, i)
+            with self.assertRaisesRegex(IndexError, "index_select"):
+                y[mask] # counts the mask's elements, and is not the CPU's work to do again
+            self.assertEqual(y[mask].numel(), 1)
+
+    def test_errors_of_a_backward_pass_are_told_to_who_waits(self):
+        class Bad(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, grad):
+                return torch.index_select(grad, 0, torch.tensor([9, 9], device=DEVICE))
+
+        if torch.claystone.is_opencl():
+            x = torch.ones(2, device=DEVICE, requires_grad=True)
+            Bad.apply(x).sum().backward()
+            with self.assertRaisesRegex(IndexError, "index_select"):
+                torch.claystone.synchronize()
+            torch.claystone.synchronize()
+
 
 if __name__ == "__main__":
     unittest.main()

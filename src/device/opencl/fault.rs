@@ -3,14 +3,16 @@
 //! A kernel cannot return an error, and asking after every launch would make each one wait. So a kernel records the
 //! first fault in four words of device memory, and whoever waits for the device anyway reads them too, if a kernel that
 //! has them was launched, on whichever stream: the read is ordered behind it. Every thread has words of its own: one
-//! thread's bad index never fails another's read.
+//! thread's bad index never fails another's read, unless [`report_faults_to_any_thread`] asks for it.
 //!
 //! A fault is reported once. If the read of the words fails, the next read reports it ([`Reading`]). Words that were reported
 //! are set to zero before another kernel gets them ([`ClDevice::clear`]).
 
-use std::cell::{RefCell, UnsafeCell};
+use std::cell::{Cell, RefCell, UnsafeCell};
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Release};
+use std::sync::atomic::{
+    AtomicBool, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 use std::sync::{Mutex, MutexGuard};
 use std::{mem, ptr};
 
@@ -184,6 +186,35 @@ impl Drop for Mine {
 
 thread_local! {
     static MINE: RefCell<Vec<Mine>> = const { RefCell::new(Vec::new()) };
+    static REPORTED: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Whether all threads use the shared slots.
+static ANY_THREAD: AtomicBool = AtomicBool::new(false);
+
+/// How many faults that kernels found (an index out of range, an integer division by zero) were errors of this thread's calls.
+/// An error during which the count has grown may be of an operation that was launched before the call, and is reported this once.
+///
+/// ```
+/// use claystone::{Device, Tensor, device::reported_faults};
+/// let before = reported_faults();
+/// let x = Tensor::zeros(3, Device::Cpu)?;
+/// assert!(x.select(0, 7).is_err()); // found by the host
+/// assert_eq!(reported_faults(), before);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub fn reported_faults() -> u64 {
+    REPORTED.get()
+}
+
+/// From now on, whichever thread waits next is told what kernels found wrong, and not the thread that launched them: for programs whose
+/// threads hand work on, as PyTorch's, which runs backward passes on a thread of its own. Call it before the first operation.
+///
+/// ```no_run
+/// claystone::device::report_faults_to_any_thread();
+/// ```
+pub fn report_faults_to_any_thread() {
+    ANY_THREAD.store(true, Release);
 }
 
 impl Slots {
@@ -193,6 +224,9 @@ impl Slots {
 
     /// The slot this thread has, or the shared one.
     fn current(&self) -> &'static Slot {
+        if ANY_THREAD.load(Relaxed) {
+            return self.shared;
+        }
         let find =
             |mine: &RefCell<Vec<Mine>>| mine.borrow().iter().find(|m| ptr::eq(m.idle, self.idle)).map(|m| m.slot);
         MINE.try_with(find).ok().flatten().unwrap_or(self.shared)
@@ -201,7 +235,7 @@ impl Slots {
     /// The slot this thread has, or an idle one, or a new one. Not under the queues' lock.
     fn claim(&self, device: &ClDevice) -> &'static Slot {
         let current = self.current();
-        if !ptr::eq(current, self.shared) {
+        if !ptr::eq(current, self.shared) || ANY_THREAD.load(Relaxed) {
             return current;
         }
         let read = || (0..MOST_UNREAD).find_map(|_| self.read_one(device)); // some hold faults, and are passed over
@@ -389,6 +423,7 @@ impl ClDevice {
                 reading.slot.stale.store(true, Release);
                 // Where this fails it is tried again before the next kernel that could record a fault.
                 let _ = self.clear(reading.slot);
+                REPORTED.set(REPORTED.get() + 1);
                 return Err(fault);
             }
             reading.slot.clean.fetch_max(reading.number, AcqRel);

@@ -62,6 +62,7 @@ pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClImage, ClKernel};
 pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::{Fault, FaultReads, index_fault};
+pub use fault::{report_faults_to_any_thread, reported_faults};
 pub(crate) use host_memory::HostMemory;
 pub(crate) use import::MappedBuffer;
 pub(crate) use launch::Arg;
