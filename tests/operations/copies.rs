@@ -15,9 +15,11 @@ pub fn cases() -> Vec<Case> {
     for shape in [&[5, 3][..], &[0, 3]] {
         // The gradient is f32 too, which differences are too coarse for: tests/api/convert.rs has it.
         cases.push(case("to_dtype").input(shape).floats().arg(DType::F32).no_gradient().gives(same));
-        cases.push(case("copy_").input(shape).input(&shape[1..]).gives(|x| {
-            vec![x[1].broadcast(x[0].raw_dim()).expect("the source broadcasts").to_owned()]
-        }));
+        for name in ["copy_", "copy_non_blocking_"] {
+            cases.push(case(name).input(shape).input(&shape[1..]).gives(|x| {
+                vec![x[1].broadcast(x[0].raw_dim()).expect("the source broadcasts").to_owned()]
+            }));
+        }
     }
     cases
 }
