@@ -100,9 +100,20 @@ void check_plain(const Layers& call, const Tensors& tensors) {
     }
 }
 
-struct ReleaseRecording {
-    void operator()(ClaystoneRecording* recording) const { claystone_recording_release(recording); }
-};
+void release_recording(void* recording) { claystone_recording_release(static_cast<ClaystoneRecording*>(recording)); }
+
+// A tensor whose memory, which nobody reads, is the recording.
+at::Tensor as_tensor(ClaystoneRecording* recording) {
+    c10::DataPtr memory(recording, recording, &release_recording, c10::DeviceType::CPU);
+    const c10::Storage storage(c10::Storage::use_byte_size_t(), 1, std::move(memory));
+    return at::empty({0}, at::kByte).set_(storage, 0, {1});
+}
+
+// The recording, unless it is a copy that a hook for saved tensors has made.
+const ClaystoneRecording* recording_of(const at::Tensor& tensor) {
+    const auto& memory = tensor.storage().data_ptr();
+    return memory.get_deleter() == &release_recording ? static_cast<const ClaystoneRecording*>(memory.get()) : nullptr;
+}
 
 // What the layers give. With `recording` their gradients can be had from that.
 Tensors compute(const Layers& call, at::TensorList tensors, ClaystoneRecording** recording) {
@@ -148,7 +159,12 @@ Tensors compute(const Layers& call, at::TensorList tensors, ClaystoneRecording**
 
 // The gradients by PyTorch's steps, as part of its graph.
 Tensors recorded_gradients(const Layers& call, const Tensors& tensors, const Tensors& gradients) {
-    auto stack = call.stack(tensors);
+    // Of views of them: one may be what another was computed from, and its gradient flows on outside of this.
+    Tensors views;
+    for (const at::Tensor& tensor : tensors) {
+        views.push_back(tensor.requires_grad() ? tensor.view_as(tensor) : tensor);
+    }
+    auto stack = call.stack(views);
     call.op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
     Tensors results, given, inputs;
     for (size_t i = 0; i < gradients.size(); i++) {
@@ -157,7 +173,7 @@ Tensors recorded_gradients(const Layers& call, const Tensors& tensors, const Ten
             given.push_back(gradients[i]);
         }
     }
-    std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(inputs), [](const at::Tensor& t) { return t.requires_grad(); });
+    std::copy_if(views.begin(), views.end(), std::back_inserter(inputs), [](const at::Tensor& t) { return t.requires_grad(); });
     const auto found = torch::autograd::grad(results, inputs, given, /*retain_graph=*/true, /*create_graph=*/true, /*allow_unused=*/true);
     Tensors all(tensors.size());
     size_t next = 0;
@@ -176,7 +192,7 @@ struct Through : torch::autograd::Function<Through> {
         // PyTorch frees what it saved once backward is done, and nothing else: the recording goes as the memory of a saved tensor, which
         // nobody reads.
         Tensors saved = tensors.vec();
-        saved.push_back(at::from_blob(recording, {1}, [](void* data) { ReleaseRecording()(static_cast<ClaystoneRecording*>(data)); }, at::kByte));
+        saved.push_back(as_tensor(recording));
         context->save_for_backward(std::move(saved));
         context->saved_data["call"] = c10::IValue::make_capsule(call);
         context->set_materialize_grads(false);
@@ -185,12 +201,18 @@ struct Through : torch::autograd::Function<Through> {
 
     static Tensors backward(torch::autograd::AutogradContext* context, const Tensors& gradients) {
         auto tensors = context->get_saved_variables();
-        const at::Tensor recording = tensors.back();
+        const at::Tensor last = tensors.back();
+        const ClaystoneRecording* recording = recording_of(last);
         tensors.pop_back();
         const auto call = c10::static_intrusive_pointer_cast<Layers>(context->saved_data["call"].toCapsule());
         Tensors found;
         if (at::GradMode::is_enabled()) {
             found = recorded_gradients(*call, tensors, gradients);
+        } else if (!recording) {
+            const at::AutoGradMode enabled(true);
+            for (const at::Tensor& gradient : recorded_gradients(*call, tensors, gradients)) {
+                found.push_back(gradient.defined() ? gradient.detach() : gradient);
+            }
         } else {
             const c10::DeviceGuard guard(tensors[0].device());
             std::vector<TensorHandle> handles;
@@ -201,8 +223,7 @@ struct Through : torch::autograd::Function<Through> {
             }
             std::vector<ClaystoneTensor*> made(tensors.size());
             annotated(call->op.schema().name(), [&] {
-                check(claystone_recording_backward(
-                    static_cast<const ClaystoneRecording*>(recording.const_data_ptr()), given.data(), given.size(), made.data(), made.size()));
+                check(claystone_recording_backward(recording, given.data(), given.size(), made.data(), made.size()));
             });
             for (ClaystoneTensor* gradient : made) {
                 found.push_back(gradient ? wrap(own(gradient)) : at::Tensor());

@@ -63,6 +63,34 @@ class Recurrent(unittest.TestCase):
             self.same(lambda: cell(INPUT, HIDDEN, num_layers=2), state=True, twice=True)
         self.same(lambda: nn.GRU(INPUT, HIDDEN, bidirectional=True), packed=True, twice=True)
 
+    def test_inputs_that_depend_on_each_other(self):
+        def gradients(device):
+            torch.manual_seed(0)
+            layer, x = nn.LSTM(INPUT, HIDDEN).double(), torch.randn(STEPS, BATCH, INPUT).double()
+            z = torch.randn(1, BATCH, HIDDEN).double()
+            layer, x, z = layer.to(device), x.to(device).requires_grad_(), z.to(device).requires_grad_()
+            _, states = layer(x, (z, z))
+            out, _ = layer(x.cumsum(0), states)
+            first = torch.autograd.grad((out**2).sum(), [x, z, *layer.parameters()], create_graph=True)
+            return [t.detach().cpu() for t in (*first, *torch.autograd.grad(sum((t**2).sum() for t in first), [x, z]))]
+
+        for expected, found in zip(gradients("cpu"), gradients("claystone"), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+    def test_hooks_that_copy_what_is_saved(self):
+        layer, x = nn.GRU(INPUT, HIDDEN).to("claystone"), torch.randn(STEPS, BATCH, INPUT, device="claystone", requires_grad=True)
+        expected = torch.autograd.grad((layer(x)[0] ** 2).sum(), [x, *layer.parameters()])
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            out, _ = layer(x)
+        found = torch.autograd.grad((out**2).sum(), [x, *layer.parameters()])
+        with torch.autograd.graph.save_on_cpu():
+            out, _ = layer(x)
+        again = torch.autograd.grad((out**2).sum(), [x, *layer.parameters()])
+        for right, *others in zip(expected, found, again, strict=True):
+            for gradient in others:
+                self.assertFalse(gradient.requires_grad)
+                torch.testing.assert_close(gradient, right)
+
     def test_it_is_one_operator(self):
         layer, x = nn.LSTM(INPUT, HIDDEN, num_layers=2).to("claystone"), torch.randn(STEPS, BATCH, INPUT, device="claystone")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
