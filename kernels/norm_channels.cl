@@ -194,7 +194,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
         get(near, x, x_at + (ulong)((long)start * d.x));
     #pragma unroll
     for (int j = 0; j < VEC; ++j)
-        of_a[j] = (mean[j] - near[j]) * n;
+        of_a[j] = n > 0 ? (mean[j] - near[j]) * n : 0;
     OVER_ROWS(of_a, sum_a);
     if (writes)
         of_block[lid] = sum_a = sum_a / (ACC)(min(start + chunk, rows) - start) + CAT(load_, A)(x, x_at - c + own + (ulong)((long)start * d.x));
@@ -202,7 +202,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     #pragma unroll
     for (int j = 0; j < VEC; ++j) {
         const ACC apart = mean[j] - of_block[lane * VEC + j];
-        of_b[j] = fma(apart * apart, n, of_b[j]);
+        of_b[j] = n > 0 ? fma(apart * apart, n, of_b[j]) : 0; // without rows its mean is none
     }
     OVER_ROWS(of_b, sum_b);
 #endif

@@ -327,9 +327,9 @@ impl Storage {
         };
         // SAFETY: inside the storage's bytes, as was checked above.
         let start = unsafe { host.0.host_range().0.add(at) };
-        pinned.enqueue(start, bytes, place.at(from), written)?;
+        let begun = pinned.enqueue(start, bytes, place.at(from), written);
         self.0.derived.forget();
-        Ok(true)
+        begun.map(|()| true)
     }
 
     /// [`write`](Self::write) that returns when it is enqueued on the current stream, with a copy of `src`; false, with nothing done,

@@ -4,7 +4,7 @@
 use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::device::count_launches;
 use claystone::ops::{AvgPoolOptions, MaxPoolOptions};
-use claystone::{BatchNormOptions, DType, Device, Tensor};
+use claystone::{BatchNormOptions, DType, Device, MemoryFormat, Tensor};
 
 use crate::common::gpus::{assert_same, cases, everywhere, gpus, upload};
 use crate::common::values;
@@ -190,5 +190,16 @@ fn pooling_and_its_gradients() {
                 }
             }
         }
+    }
+}
+
+/// Groups have more work-items than there are rows: those without one leave no trace, however large the mean is.
+#[test]
+fn batch_norm_of_few_large_rows() {
+    for device in gpus("channels_last::batch_norm_of_few_large_rows") {
+        let x =
+            Tensor::full([1, 64, 4, 4], 2e19, device).unwrap().to_memory_format(MemoryFormat::ChannelsLast).unwrap();
+        let y = x.batch_norm(BatchNormOptions { training: true, ..BatchNormOptions::default() }).unwrap();
+        assert_same(&values(&y), &[0.0; 1024], 0.0, "equal elements");
     }
 }

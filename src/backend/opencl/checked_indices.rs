@@ -20,21 +20,27 @@ pub(crate) fn number_of(parts: impl IntoIterator<Item = u64>) -> u64 {
     parts.into_iter().fold(1, mix)
 }
 
-/// Whether a kernel with a check of this number found all of these indices in range. What a capture records is checked in each replay.
-pub(crate) fn is_known(device: &ClDevice, index: &Tensor, check: u64) -> bool {
+/// Indices that a kernel is about to check: the hash that they are remembered by. It is of before the launch, for another thread may read
+/// what the kernel finds as soon as it runs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Unknown(Option<u64>);
+
+/// None where a kernel with a check of this number found all of these indices in range. What a capture records is checked in each replay.
+pub(crate) fn unknown(device: &ClDevice, index: &Tensor, check: u64) -> Option<Unknown> {
     if is_capturing(index.device()) {
-        return false;
+        return Some(Unknown(None));
     }
     let (reads, known) = (device.fault_reads(), index.storage.checked());
+    let hash = of(index, check, reads);
     // Later by less than half of what the low bits count.
-    known & !BEGUN == of(index, check, reads) && (reads.clean.wrapping_sub(known) as u16 as i16) > 0
+    let is_known = known & !BEGUN == hash && (reads.clean.wrapping_sub(known) as u16 as i16) > 0;
+    (!is_known).then_some(Unknown(Some(hash)))
 }
 
-/// Notes that a kernel with this check was launched, so that the next read that finds no fault makes the indices known.
-pub(crate) fn launched(device: &ClDevice, index: &Tensor, check: u64) {
-    if !is_capturing(index.device()) {
-        let reads = device.fault_reads();
-        index.storage.set_checked(of(index, check, reads) | reads.begun & BEGUN);
+/// Notes that the kernel was launched, so that the next read that finds no fault makes the indices known.
+pub(crate) fn launched(device: &ClDevice, index: &Tensor, unknown: Unknown) {
+    if let Unknown(Some(hash)) = unknown {
+        index.storage.set_checked(hash | device.fault_reads().begun & BEGUN);
     }
 }
 

@@ -204,16 +204,16 @@ fn over_indices(
     let words = words(&strided);
     let numbers = [launch_cache::number_of(name.as_ptr()), size as u64];
     let check = checked_indices::number_of(words.iter().map(|&n| n as u64).chain(numbers));
-    let is_known = checked_indices::is_known(device, index, check);
+    let unknown = checked_indices::unknown(device, index, check);
     let (from, y) = (index.device_view()?, out.device_view()?);
-    let faults = if is_known { device.no_faults() } else { device.faults() };
+    let faults = if unknown.is_none() { device.no_faults() } else { device.faults() };
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let first = [faults, Arg::U32(index_fault(op)), words, Arg::U64(count as u64), Arg::U64(size as u64)];
     let mut args = arguments(&[&from, &y], first);
     others.into_iter().for_each(|other| args.push(other));
     launch_free(device, &kernel, &args, count)?;
-    if !is_known {
-        checked_indices::launched(device, index, check);
+    if let Some(unknown) = unknown {
+        checked_indices::launched(device, index, unknown);
     }
     Ok(())
 }

@@ -98,7 +98,8 @@ impl LaunchPlan {
 
     /// Launches it with these tensors, which lie as those it was prepared for.
     pub(crate) fn launch(&self, tensors: &[&Tensor], params: Params) -> Result<()> {
-        let unknown = self.indices.filter(|&(k, check)| !checked_indices::is_known(self.device, tensors[k], check));
+        let unknown =
+            self.indices.and_then(|(k, check)| Some((k, checked_indices::unknown(self.device, tensors[k], check)?)));
         let may_fault = self.indices.is_none() || unknown.is_some();
         let launch = |tensors: &[&Tensor]| {
             self.launches.iter().try_for_each(|launch| launch.launch(self.device, tensors, params, may_fault))
@@ -110,8 +111,8 @@ impl LaunchPlan {
                 launch(&tensors.iter().copied().chain([&scratch]).collect::<SmallVec<[&Tensor; 8]>>())?;
             }
         }
-        if let Some((k, check)) = unknown {
-            checked_indices::launched(self.device, tensors[k], check);
+        if let Some((k, unknown)) = unknown {
+            checked_indices::launched(self.device, tensors[k], unknown);
         }
         Ok(())
     }

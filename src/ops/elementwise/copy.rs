@@ -218,13 +218,14 @@ impl Tensor {
         }
         let size = self.dtype.size();
         let (to, from, bytes) = (self.layout.offset * size, src.layout.offset * size, self.numel() * size);
-        let copied = backend::launch([self], |_| match non_blocking {
+        let copy = || match non_blocking {
             true if self.storage.start_copy_from(to, &src.storage, from, bytes)? => Ok(()),
             _ => self.storage.copy_from(to, &src.storage, from, bytes, false),
-        });
+        };
         // Between devices in pieces, of which some may be there.
         let across = self.device() != src.device();
-        copied.map_err(|e| if across || matches!(e, Error::Partial { .. }) { e.in_part(op) } else { e })
+        let named = |e| if across || matches!(e, Error::Partial { .. }) { e.in_part(op) } else { e };
+        backend::launch([self], |_| copy().map_err(named))
     }
 
     /// Sets the elements, in row-major order, to those that are given as bytes in the byte order of the host, which may be reused
