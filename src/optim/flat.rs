@@ -91,7 +91,7 @@ impl FlatBuffer {
     }
 }
 
-/// As many elements in a row as a tensor of this shape that lies in this format.
+/// A one-dimensional tensor as a tensor of this shape in this memory format.
 fn shaped(flat: &Tensor, shape: &Shape, format: MemoryFormat) -> Result<Tensor> {
     if format == MemoryFormat::Contiguous {
         return flat.view(shape);

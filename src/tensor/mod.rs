@@ -68,7 +68,7 @@ impl Tensor {
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
     }
 
-    /// As [`Tensor::empty_like_shape`], with a layout that lies in one piece from the start of the storage.
+    /// As [`Tensor::empty_like_shape`], with a dense layout from the start of the storage.
     pub(crate) fn empty_like_layout(layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
         let storage = Storage::alloc(device, layout.shape.bytes(dtype.size()))?;
         Ok(Tensor::new(storage, layout, dtype))
@@ -151,8 +151,8 @@ impl Tensor {
         self.layout.is_in(format)
     }
 
-    /// The format that results of operations on this tensor have: with the channels last where it lies so and not
-    /// row-major, else [`MemoryFormat::Contiguous`], of other strides too.
+    /// The memory format of this tensor, and so of the results of operations on it: channels-last where its strides are those of that
+    /// format and not row-major, else [`MemoryFormat::Contiguous`], whatever its strides are.
     pub fn memory_format(&self) -> MemoryFormat {
         self.layout.format()
     }

@@ -78,7 +78,7 @@ void copy_on_device(const at::Tensor& source, const at::Tensor& target) {
     }
 }
 
-// Whether it lies in pinned memory without gaps.
+// Whether it is in pinned memory, and dense.
 bool pins(const at::Tensor& host) {
     return host.is_cpu() && is_dense(host) && pinned_storage(host.const_data_ptr()).first;
 }

@@ -130,7 +130,7 @@ std::optional<c10::SmallVector<int64_t, 5>> common_shape(const Scope& scope) {
     return shape;
 }
 
-// How an elementwise result lies: as its first operand of its shape does, as with PyTorch. Only where that is not row by row.
+// The strides of an elementwise result: those of its first operand of its shape, as with PyTorch. Only where that is not row-major.
 struct Order {
     std::vector<int64_t> shape, dims, inverse;
 
