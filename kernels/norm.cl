@@ -1,7 +1,6 @@
 // Rows brought to mean 0 and variance 1, or to a mean square of 1, with a factor and a shift: the layers named norm. A row is
-// two dims of a view of four, [rows, inner rows | outer, inner], so that a channel of a batch is one as well. Comes after neighbours.cl. The host
-// gives A (dtype), W (dtype of weights, A where they are not a whole row's), ACC and ACC_NAME, IDX, FLAT where rows have one outer index, RMS where means stay as they are, BACKWARD
-// for the gradient, WEIGHT and BIAS where there are some, and WEIGHTED_ROWS where a weight is a whole row's. Processors: one
+// two dims of a view of four, [rows, inner rows | outer, inner], so that a channel of a batch is one as well. Comes after norm_arguments.cl.
+// The host gives A (dtype), ACC and ACC_NAME, IDX, FLAT where rows have one outer index, RMS where means stay as they are. Processors: one
 // work-item a row. GPUs: LANES work-items of a group of GROUP keep a row in registers, CACHED times VEC neighbours each (loaded
 // as WIDE_T where VEC is above 1), so that it is read once. Longer rows are cut in `slices` of `chunk` elements, which go
 // through registers block by block: a launch with PARTS leaves what the slices add up to, one with APPLY combines it, always in
@@ -14,9 +13,7 @@ typedef struct {
     long x[4], y[4], z[4], w[4], b[4];
 } Rows;
 
-typedef __global const CAT(W, _t) *Weights;
 #define LOAD CAT(load_, A)
-#define LOAD_WEIGHT CAT(load_, W)
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
 #ifdef FLAT
@@ -27,27 +24,7 @@ typedef __global const CAT(W, _t) *Weights;
 #define AT(base, s) ((base) + PLACE((s)[2], (s)[3]))
 #define ROW(base, s) ((base) + (long)(r / (IDX)d.inner_rows) * (s)[0] + (long)(r % (IDX)d.inner_rows) * (s)[1])
 
-#ifdef BACKWARD
-#define FORWARDS_INPUT In z, ulong z_at,
-#else
-#define FORWARDS_INPUT
-#endif
-#ifdef WEIGHT
-#define ITS_WEIGHT Weights w, ulong w_at,
-#else
-#define ITS_WEIGHT
-#endif
-#ifdef BIAS
-#define ITS_BIAS Weights b, ulong b_at,
-#else
-#define ITS_BIAS
-#endif
-#ifdef WEIGHTED_ROWS
-#define ITS_SUMS __global ACC *sums, ulong sums_at,
-#else
-#define ITS_SUMS
-#endif
-// Forward: mean and variance of each row are written. Backward: x is the gradient of the result, z the forward's input; the
+// Forward: the statistics of each row are written. Backward: x is the gradient of the result, z the forward's input; the
 // row's sums of the gradient, and of its products with the normalised input, are written too, unweighted.
 #define PARAMETERS                                                                                                     \
     In x, ulong x_at, Out y, ulong y_at, FORWARDS_INPUT ITS_WEIGHT ITS_BIAS __global ACC *statistics,                   \
@@ -75,7 +52,7 @@ __kernel void norm(PARAMETERS) {
     const IDX r = (IDX)get_global_id(0);
     if (r >= count)
         return;
-    __global ACC *means = statistics + statistics_at, *vars = means + count;
+    __global ACC *means = statistics + statistics_at, *spreads = means + count;
     const ulong xa = ROW(x_at, d.x), ya = ROW(y_at, d.y);
 #ifdef WEIGHT
     const ulong wa = ROW(w_at, d.w);
@@ -99,14 +76,14 @@ __kernel void norm(PARAMETERS) {
     SUM(var, (LOAD(x, AT(xa, d.x)) - mean) * (LOAD(x, AT(xa, d.x)) - mean));
 #endif
     var /= (ACC)n;
-    means[r] = mean;
-    vars[r] = var;
     const ACC scale = 1 / sqrt(var + eps);
+    means[r] = mean;
+    spreads[r] = SPREAD(var, scale);
     for (IDX e = 0; e < n; ++e)
         STORE(y, AT(ya, d.y), (LOAD(x, AT(xa, d.x)) - mean) * scale TIMES_WEIGHT PLUS_BIAS);
 #else
     const ulong za = ROW(z_at, d.z);
-    const ACC mean = means[r], scale = 1 / sqrt(vars[r] + eps);
+    const ACC mean = means[r], scale = SCALE(spreads[r]);
 #define NORMAL ((LOAD(z, AT(za, d.z)) - mean) * scale)
     ACC sum, product;
 #ifdef WEIGHTED_ROWS
@@ -137,7 +114,6 @@ __kernel void norm(PARAMETERS) {
 #define KEPT (CACHED * VEC)
 #define BLOCK (LANES * KEPT)
 #define PLUS(a, b) ((a) + (b))
-typedef CAT(ACC, 2) Two;
 
 // What VEC neighbours are multiplied by, or what is added to them.
 static inline void factors(ACC *v, Weights w, ulong at) {
@@ -234,7 +210,7 @@ static inline void weigh(ACC *v, Weights w, ulong at, long s2, long s3, IDX inne
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMNS PARAMETERS SLICED) {
     const IDX count = (IDX)count_, inner = (IDX)d.inner, n = (IDX)d.outer * inner;
     const uint lid = get_local_id(0), lanes = LANES, lane = lid % LANES, step = 1;
-    __global ACC *means = statistics + statistics_at, *vars = means + count;
+    __global ACC *means = statistics + statistics_at, *spreads = means + count;
     const IDX group = (IDX)get_group_id(0);
     ACC v[KEPT];
 #if defined(PARTS) || defined(APPLY) && !defined(VARIANCE)
@@ -302,11 +278,11 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
         STORE(y, y_at + r, var);
 #else
     var /= (ACC)n;
+    const ACC scale = 1 / sqrt(var + eps);
     if (lane == 0 && slice == 0) {
         means[r] = mean;
-        vars[r] = var;
+        spreads[r] = SPREAD(var, scale);
     }
-    const ACC scale = 1 / sqrt(var + eps);
 #ifdef APPLY
     for (IDX first = start + lane * VEC; first < stop; first += BLOCK) {
         FETCH(v, x, ROW(x_at, d.x), d.x, 0);
@@ -352,7 +328,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
 #else
     {
 #endif
-        const ACC mean = means[r], scale = 1 / sqrt(vars[r] + eps);
+        const ACC mean = means[r], scale = SCALE(spreads[r]);
         Two s = 0;
 #ifdef APPLY
         for (uint k = lane; k < slices; k += LANES)

@@ -1,11 +1,8 @@
 // Batch norm of tensors whose channels lie innermost: rows of `channels` neighbours, of which each channel has a mean and a variance over
-// all rows. Comes after neighbours.cl. The host gives W (dtype of weights), IDX, BACKWARD for the gradient, WEIGHT and BIAS
-// where there are some. A work-item has VEC neighbouring channels, LANES of a group's GROUP share a row, so that a group has a block of
+// all rows. Comes after norm_arguments.cl. The host gives IDX. A work-item has VEC neighbouring channels, LANES of a group's GROUP share a row, so that a group has a block of
 // LANES * VEC channels, no more than it has work-items. Each slice of `chunk` rows has groups of its own: a launch with PARTS leaves what
 // the slices add up to, one with APPLY combines it and writes. Without either, a group has all rows. Sums are in the same order in every run.
 
-typedef __global const CAT(W, _t) *Weights;
-typedef CAT(ACC, 2) Two;
 #define BLOCK (LANES * VEC)
 #define ROWS (GROUP / LANES)
 // Rows from one turn of a work-item to the next. It loads AT_ONCE rows of x, and of z, before it computes.
@@ -39,23 +36,6 @@ static inline void fetch(Raw *raw, In x, ulong at, long step, IDX r, IDX last) {
         all[lid % BLOCK % VEC * PITCH + (lid / BLOCK * VEC + i) * LANES + lid % BLOCK / VEC];                          \
     OVER_BLOCK(sum)
 
-#ifdef BACKWARD
-#define FORWARDS_INPUT In z, ulong z_at,
-#define ITS_SUMS __global ACC *sums, ulong sums_at,
-#else
-#define FORWARDS_INPUT
-#define ITS_SUMS
-#endif
-#ifdef WEIGHT
-#define ITS_WEIGHT Weights w, ulong w_at,
-#else
-#define ITS_WEIGHT
-#endif
-#ifdef BIAS
-#define ITS_BIAS Weights b, ulong b_at,
-#else
-#define ITS_BIAS
-#endif
 #if defined(PARTS) || defined(APPLY)
 #define SLICED , __global Two *parts, ulong parts_at
 #else
@@ -81,7 +61,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     // A channel of the block, which this work-item combines parts of, and its numbers are the work of the first that has it.
     const IDX own = first + lid % BLOCK;
     const bool counts = own < channels, writes = counts & (lid < BLOCK);
-    __global ACC *means = statistics + statistics_at, *vars = means + channels;
+    __global ACC *means = statistics + statistics_at, *spreads = means + channels;
     // Work-items past the last channel have no rows.
     const IDX start = slice * chunk, stop = c < channels ? min(start + chunk, rows) : start, last = stop - 1;
     x_at += c;
@@ -152,7 +132,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     OVER_ROWS(of_a, sum_a);
     OVER_ROWS(of_b, sum_b);
     if (writes)
-        sum_b /= sqrt(vars[own] + eps);
+        sum_b *= SCALE(spreads[own]);
 #else
     // The mean and the squared deviations so far. Deviations of a turn are from the mean before it, and from the first row in the first: so
     // what is subtracted below is at most half of the squares, or all but one in AT_ONCE.
@@ -217,27 +197,27 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     if (writes) {
         ACC weight = 1;
 #ifdef WEIGHT
-        weight = CAT(load_, W)(w, w_at + (ulong)((long)own * d.w));
+        weight = LOAD_WEIGHT(w, w_at + (ulong)((long)own * d.w));
 #endif
 #ifdef BACKWARD
         if (slice == 0) {
             sums[sums_at + own] = sum_a;
             sums[sums_at + channels + own] = sum_b;
         }
-        const ACC scale = 1 / sqrt(vars[own] + eps), factor = weight * scale, each = sum_b / (ACC)rows * factor * scale;
+        const ACC scale = SCALE(spreads[own]), factor = weight * scale, each = sum_b / (ACC)rows * factor * scale;
         of_block[lid] = factor;
         of_block[BLOCK + lid] = -each;
         of_block[2 * BLOCK + lid] = each * means[own] - sum_a / (ACC)rows * factor;
 #else
-        const ACC var = sum_b / (ACC)rows;
+        const ACC var = sum_b / (ACC)rows, scale = 1 / sqrt(var + eps);
         if (slice == 0) {
             means[own] = sum_a;
-            vars[own] = var;
+            spreads[own] = SPREAD(var, scale);
         }
         of_block[lid] = sum_a;
-        of_block[BLOCK + lid] = weight / sqrt(var + eps);
+        of_block[BLOCK + lid] = weight * scale;
 #ifdef BIAS
-        of_block[2 * BLOCK + lid] = CAT(load_, W)(b, b_at + (ulong)((long)own * d.b));
+        of_block[2 * BLOCK + lid] = LOAD_WEIGHT(b, b_at + (ulong)((long)own * d.b));
 #else
         of_block[2 * BLOCK + lid] = 0;
 #endif

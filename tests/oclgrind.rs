@@ -296,7 +296,12 @@ fn norms_and_attention() {
             let attended = x.scaled_dot_product_attention(&x, &normal, options)?;
             attended.mul(&root)?.sum((), false)?.backward()?;
             let grads = [&x, &w].map(|t| t.grad().expect("each took part"));
-            Ok([normal, root, attended].iter().map(Tensor::detach).chain(grads).collect())
+            let (x, w) = (x.detach(), w.detach());
+            let (y, mean, rstd) = x.native_layer_norm(&[n], Some(&w), None, 1e-5)?;
+            let [dx, ..] =
+                y.native_layer_norm_backward(&x, &[n], &mean, &rstd, Some(&w), None, [true, false, false])?;
+            let native = [y, mean, rstd, dx.expect("it is wanted")];
+            Ok([normal, root, attended].iter().map(Tensor::detach).chain(grads).chain(native).collect())
         });
     }
 }

@@ -96,6 +96,42 @@ fn batch_norm_of_one_slice_and_of_many() {
     }
 }
 
+/// Native norms of rows of channels, whose statistics have roots, and their gradients are those of the same batch whose channels are
+/// apart, which is for other kernels.
+#[test]
+fn native_batch_norm_gives_the_roots_that_backward_takes() {
+    for device in gpus("channels_last::native_batch_norm_gives_the_roots_that_backward_takes") {
+        for shape in [rows(7, 9), rows(4099, 24)] {
+            let (xs, gs) = drawn(shape.rows * shape.channels, 3.0);
+            let (ws, bs) = drawn(shape.channels, 0.5);
+            let [w, b] = [&ws, &bs].map(|numbers| upload(numbers, &[shape.channels], DType::F32, device));
+            let [x, g] = [&xs, &gs].map(|numbers| shape.put(numbers, DType::F32, device));
+            let run = |x: &Tensor, g: &Tensor| {
+                let (made, launches) = count_launches(|| x.native_batch_norm(training(Some(&w), Some(&b))).unwrap());
+                let (y, mean, rstd) = made;
+                let made =
+                    count_launches(|| g.native_batch_norm_backward(x, &mean, &rstd, Some(&w), [true; 3]).unwrap());
+                let ([dx, dw, db], backward) = made;
+                let most = if shape.rows <= 8 { 1 } else { 2 };
+                assert!(launches <= most && backward <= most, "{launches} and {backward} launches");
+                [Some(y), Some(mean), Some(rstd), dx, dw, db].map(|t| values(&t.unwrap()))
+            };
+            // [1, C, rows]: each channel's numbers lie together.
+            let apart = |t: &Tensor| t.t().unwrap().contiguous().unwrap().unsqueeze(0).unwrap();
+            let (made, mut other) = (run(&x, &g), run(&apart(&x), &apart(&g)));
+            for k in [0, 3] {
+                other[k] =
+                    (0..xs.len()).map(|i| other[k][i % shape.channels * shape.rows + i / shape.channels]).collect();
+            }
+            for (k, (a, b)) in made.iter().zip(&other).enumerate() {
+                let most = b.iter().fold(1.0, |m: f64, v| m.max(v.abs()));
+                let near = a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-5 * most);
+                assert!(near, "result {k} of {} x {} on {device}", shape.rows, shape.channels);
+            }
+        }
+    }
+}
+
 /// Numbers far from 0 lose no more than f32 has; a channel with a NaN or an infinity has no results, and others do.
 #[test]
 fn batch_norm_of_what_sums_alone_do_not_fit() {

@@ -1,7 +1,11 @@
 //! Norms with their statistics and gradients made of these, against their definition.
 
+use claystone::device::count_launches;
+use claystone::ops::Argument;
+use claystone::{BatchNormOptions, Device, Result, Tensor};
 use ndarray::{ArrayD, Dimension, IxDyn};
 
+use crate::common::{each_device, vec};
 use crate::harness::{Case, case};
 
 const EPS: f64 = 1e-5;
@@ -13,9 +17,19 @@ enum Rows {
     Last(usize),
     /// A channel.
     Batch,
+    /// So many groups of so many channels.
+    Groups(usize, usize),
 }
 
 impl Rows {
+    fn name(self) -> &'static str {
+        match self {
+            Rows::Last(_) => "layer",
+            Rows::Batch => "batch",
+            Rows::Groups(..) => "group",
+        }
+    }
+
     /// The shapes of the weight and of the statistics.
     fn shapes(self, shape: &[usize]) -> [Vec<usize>; 2] {
         match self {
@@ -24,6 +38,7 @@ impl Rows {
                 [shape[kept..].to_vec(), shape[..kept].iter().copied().chain(vec![1; dims]).collect()]
             }
             Rows::Batch => [shape[1..2].to_vec(), shape[1..2].to_vec()],
+            Rows::Groups(groups, _) => [shape[1..2].to_vec(), vec![shape[0], groups]],
         }
     }
 
@@ -36,6 +51,7 @@ impl Rows {
                 [IxDyn(&at[kept..]), IxDyn(&row)]
             }
             Rows::Batch => [IxDyn(&at[1..2]), IxDyn(&at[1..2])],
+            Rows::Groups(_, each) => [IxDyn(&at[1..2]), IxDyn(&[at[0], at[1] / each])],
         }
     }
 
@@ -77,15 +93,21 @@ impl Rows {
 
 fn cases_of(shape: &[usize], rows: Rows, given: usize) -> Vec<Case> {
     let [own, of_rows] = rows.shapes(shape);
-    let made = |name: &str| if let Rows::Batch = rows { case(&format!("native_batch_norm{name}")) } else { case(&format!("native_layer_norm{name}")) };
-    let forward = if let Rows::Batch = rows { made("").input(shape).none().none() } else { made("").input(shape) };
-    let forward = (0..given).fold(forward, |c, _| c.input(&own));
-    let forward = if let Rows::Batch = rows { forward.arg(0.1) } else { forward.arg(&own[..]) };
+    let named = |end: &str| case(&format!("native_{}_norm{end}", rows.name()));
+    // What is not a tensor and not eps, and whether the gradient of a bias needs no bias.
+    let (argument, alone): (Argument, bool) = match rows {
+        Rows::Last(_) => (own[..].into(), false),
+        Rows::Batch => (0.1.into(), true),
+        Rows::Groups(groups, _) => (groups.into(), true),
+    };
+    let forward = named("").input(shape);
+    let forward = if let Rows::Batch = rows { forward.none().none() } else { forward };
+    let forward = (0..given).fold(forward, |c, _| c.input(&own)).arg(argument.clone());
     let mut cases = vec![forward.arg(EPS).gives(move |x| rows.forward(x))];
-    let wanted = if given > 0 { [true, given > 1, true] } else { [true, false, false] };
-    let backward = made("_backward").input(shape).input(shape).input(&of_rows).input_in(&of_rows, 0.5..2.0);
+    let wanted = [true, given > 1, given > 0 || alone];
+    let backward = named("_backward").input(shape).input(shape).input(&of_rows).input_in(&of_rows, 0.5..2.0);
     let backward = if given > 0 { backward.input(&own) } else { backward };
-    let backward = if let Rows::Batch = rows { backward } else { backward.arg(&own[..]) };
+    let backward = if let Rows::Batch = rows { backward } else { backward.arg(argument) };
     let mask = wanted.map(usize::from);
     cases.push(backward.arg(&mask[..]).tolerance(4.0).gives(move |x| rows.backward(x, wanted)));
     cases
@@ -99,12 +121,78 @@ pub fn cases() -> Vec<Case> {
             (&[2, 3, 5], Rows::Last(2)),
             (&[0, 5], Rows::Last(1)),
             (&[3, 257], Rows::Last(1)),
+            (&[1, 1025], Rows::Last(1)),
             (&[3, 2, 4], Rows::Batch),
             (&[2, 3, 3, 4], Rows::Batch),
             (&[2, 0, 3], Rows::Batch),
+            (&[3, 6, 5], Rows::Groups(3, 2)),
+            (&[2, 4, 3, 11], Rows::Groups(1, 4)),
+            (&[2, 5, 65], Rows::Groups(5, 1)),
+            (&[0, 4, 3], Rows::Groups(2, 2)),
         ] {
             cases.extend(cases_of(shape, rows, given));
         }
     }
     cases
+}
+
+/// Statistics come from the launch of the norm itself, and backward takes them as they are: of these views it makes no copy. Gradients
+/// of copies, in storages of their own, are the same.
+#[test]
+fn one_launch_each_way() {
+    type Forward = fn(&Tensor) -> Result<[Tensor; 3]>;
+    type Backward = fn(&Tensor, &Tensor, [&Tensor; 2]) -> Result<Option<Tensor>>;
+    let norms: [(Forward, Backward); 3] = [
+        (
+            |x| x.native_layer_norm(&[5], None, None, EPS).map(Into::into),
+            |g, x, [mean, rstd]| Ok(g.native_layer_norm_backward(x, &[5], mean, rstd, None, None, ONLY_X)?[0].take()),
+        ),
+        (
+            |x| x.native_batch_norm(BatchNormOptions { training: true, ..Default::default() }).map(Into::into),
+            |g, x, [mean, rstd]| Ok(g.native_batch_norm_backward(x, mean, rstd, None, ONLY_X)?[0].take()),
+        ),
+        (
+            |x| x.native_group_norm(2, None, None, EPS).map(Into::into),
+            |g, x, [mean, rstd]| Ok(g.native_group_norm_backward(x, 2, mean, rstd, None, ONLY_X)?[0].take()),
+        ),
+    ];
+    each_device(|device| {
+        let x = Tensor::arange(0, 120, 1, device).unwrap().sin().unwrap().reshape([6, 4, 5]).unwrap();
+        for (i, (forward, backward)) in norms.iter().enumerate() {
+            let (made, launches) = count_launches(|| forward(&x).unwrap());
+            // OpenCL processors have a kernel for it, the CPU normalises channels of a batch in a second pass.
+            let most = if device == Device::Cpu && i == 1 { 2 } else { 1 };
+            assert!(launches <= most, "norm {i} on {device}: {launches} launches");
+            let [y, mean, rstd] = made;
+            let (dx, launches) = count_launches(|| backward(&y, &x, [&mean, &rstd]).unwrap());
+            assert!(launches <= most, "gradient of norm {i} on {device}: {launches} launches");
+            let copied = backward(&y, &x, [&mean.try_clone().unwrap(), &rstd.try_clone().unwrap()]).unwrap();
+            assert_eq!(vec(&dx.unwrap()), vec(&copied.unwrap()), "norm {i} on {device}");
+        }
+    });
+}
+
+const ONLY_X: [bool; 3] = [true, false, false];
+
+/// Running variances move towards the variance itself, also where eps is all that the root shows of it.
+#[test]
+fn running_statistics_move_as_in_batch_norm() {
+    each_device(|device| {
+        let x = Tensor::arange(0, 24, 1, device).unwrap().mul_scalar(1e-6).unwrap().reshape([4, 3, 2]).unwrap();
+        let run = |native: bool| {
+            let (mean, var) = (Tensor::zeros(3, device).unwrap(), Tensor::zeros(3, device).unwrap());
+            let (running_mean, running_var) = (Some(&mean), Some(&var));
+            let options = BatchNormOptions { running_mean, running_var, training: true, momentum: 1.0, ..Default::default() };
+            if native {
+                let (.., rstd) = x.native_batch_norm(options).unwrap();
+                assert!(vec(&rstd).iter().all(|r| (r - 1e-5f32.sqrt().recip()).abs() < 1e-2));
+            } else {
+                x.batch_norm(options).unwrap();
+            }
+            [vec(&mean), vec(&var)]
+        };
+        let found = run(true);
+        assert!(found[1].iter().all(|&var| var > 4e-11 && var < 6e-11), "{found:?} on {device}");
+        assert_eq!(found, run(false), "{device}");
+    });
 }

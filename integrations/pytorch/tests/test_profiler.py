@@ -43,6 +43,18 @@ class Profiles(unittest.TestCase):
             flows = [{event["id"] for event in events if event.get("cat") == "ac2g" and event["ph"] == end} for end in "sf"]
             self.assertTrue(flows[0] & flows[1]) # arrows from launches to kernels
 
+    def test_norms_and_their_statistics_are_one_kernel(self):
+        x = torch.randn(32, 64, device=DEVICE, requires_grad=True)
+        for norm in (torch.nn.LayerNorm(64), torch.nn.GroupNorm(4, 64)):
+            norm = norm.to(DEVICE)
+            norm(x)
+            torch.claystone.synchronize()
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]) as found:
+                norm(x)
+                torch.claystone.synchronize()
+            kernels = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.PrivateUse1]
+            self.assertEqual(len(kernels), 1, [kernel.name for kernel in kernels])
+
     def test_a_profile_of_the_cpu_leaves_the_device_alone(self):
         with profile(activities=[ProfilerActivity.CPU]) as found:
             self.step()

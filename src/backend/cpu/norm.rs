@@ -100,16 +100,22 @@ fn factor<'b, C: Number>(operand: &'b mut Option<RowOperand<'_, C>>, r: usize) -
     operand.as_mut().map_or(Factor::Nothing, |operand| operand.factor(r))
 }
 
+/// What a row is multiplied by, from the second number of its statistics.
+#[inline(always)]
+pub(super) fn scale_of<C: Number>(spread: C, eps: C, rstd: bool) -> C {
+    if rstd { spread } else { C::from_i32(1).div(spread.add(eps).sqrt()) }
+}
+
 vectorised! {
-    /// One row; gives its mean and its variance.
+    /// One row; gives its statistics: the mean, and the variance or where `rstd` says so the scale.
     fn forward<'a, C: Number>(
-        simd: S, x: &'a [C], y: &'a mut [C], weight: Factor<'a, C>, bias: Factor<'a, C>, eps: C, rms: bool
+        simd: S, x: &'a [C], y: &'a mut [C], weight: Factor<'a, C>, bias: Factor<'a, C>, eps: C, rms: bool, rstd: bool
     ) -> [C; 2] {
         use Factor::{Each, Runs};
-        let (n, one) = (C::from_i64(x.len() as i64), C::from_i32(1));
+        let n = C::from_i64(x.len() as i64);
         let mean = if rms { C::from_i32(0) } else { fold_in::<Add, C, S>(simd, x).div(n) };
         let var = fold_map::<Add, C, S>(simd, x, x, |x, _| x.sub(mean).mul(x.sub(mean))).div(n);
-        let scale = one.div(var.add(eps).sqrt());
+        let scale = scale_of(var, eps, false);
         match (weight, bias) {
             (Each(w), Each(b)) => {
                 let xs = x.iter().zip(w).zip(b);
@@ -131,7 +137,7 @@ vectorised! {
                 }
             }
         }
-        [mean, var]
+        [mean, if rstd { scale } else { var }]
     }
 }
 
@@ -157,8 +163,8 @@ struct Backward<'a, C> {
     weight: Factor<'a, C>,
     /// The sums of columns, where they are wanted.
     columns: &'a mut [C],
-    statistics: [C; 2],
-    eps: C,
+    mean: C,
+    scale: C,
     rms: bool,
 }
 
@@ -167,9 +173,8 @@ impl<C: Number> WithSimd for Backward<'_, C> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> [C; 2] {
-        let Backward { g, z, dz, weighted, weight, columns, statistics: [mean, var], eps, rms } = self;
-        let (n, one) = (C::from_i64(g.len() as i64), C::from_i32(1));
-        let scale = one.div(var.add(eps).sqrt());
+        let Backward { g, z, dz, weighted, weight, columns, mean, scale, rms } = self;
+        let n = C::from_i64(g.len() as i64);
         let (sums, products) = columns.split_at_mut(columns.len() / 2);
         for ((sum, product), (g, z)) in sums.iter_mut().zip(products).zip(g.iter().zip(z)) {
             *sum = sum.add(*g);
@@ -272,16 +277,16 @@ fn in_order<C: Number>(rows: &Normalisation) -> Result<()> {
                 let mut bias = rows.bias.map(|t| RowOperand::<C>::new(t, reads[3]));
                 return part.each(y, n, |r, y| {
                     let (weight, bias) = (factor(&mut weight, r), factor(&mut bias, r));
-                    forward(x.row(r), y, weight, bias, eps, rows.rms)
+                    forward(x.row(r), y, weight, bias, eps, rows.rms, rows.rstd)
                 });
             };
             let mut z = RowOperand::<C>::new(z, reads[1]);
-            let (means, vars) = bytemuck::cast_slice::<u8, C>(reads[4]).split_at(count);
+            let (means, spreads) = bytemuck::cast_slice::<u8, C>(reads[4]).split_at(count);
             let mut weighted = Vec::new();
             part.each(y, n, |r, dz| {
-                let (weight, statistics) = (factor(&mut weight, r), [means[r], vars[r]]);
+                let (weight, mean, scale) = (factor(&mut weight, r), means[r], scale_of(spreads[r], eps, rows.rstd));
                 let (g, z, weighted, columns) = (x.row(r), z.row(r), &mut weighted, &mut *columns);
-                Arch::new().dispatch(Backward { g, z, dz, weighted, weight, columns, statistics, eps, rms: rows.rms })
+                Arch::new().dispatch(Backward { g, z, dz, weighted, weight, columns, mean, scale, rms: rows.rms })
             });
         });
     })
@@ -302,29 +307,32 @@ fn each_row<C: Number>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; 2] + Sy
 /// Where they do not.
 fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
     let numbers = numbers::<C>(rows)?;
-    let (eps, rms, reads) = (C::from_f64(rows.eps), rows.rms, [rows.x, rows.z.unwrap_or(rows.x), rows.statistics]);
+    let (eps, rms, rstd) = (C::from_f64(rows.eps), rows.rms, rows.rstd);
+    let reads = [rows.x, rows.z.unwrap_or(rows.x), rows.statistics];
     let read = if rows.z.is_some() { 3 } else { 2 };
     with_host(&reads.map(|t| &t.storage)[..read], &[&numbers.storage], |reads, writes| {
         each_row::<C>(&mut *writes[0], rows.len(), |r| {
             let mut x = RowOperand::new(rows.x, reads[0]);
             let (x, y, weight, bias) = (x.row(r), &mut [][..], Factor::Nothing, Factor::Nothing);
-            let Some(z) = rows.z else { return forward(x, y, weight, bias, eps, rms) };
-            let (means, vars) = bytemuck::cast_slice::<u8, C>(reads[2]).split_at(rows.count());
+            let Some(z) = rows.z else { return forward(x, y, weight, bias, eps, rms, rstd) };
+            let (means, spreads) = bytemuck::cast_slice::<u8, C>(reads[2]).split_at(rows.count());
             let (mut z, weighted, columns) = (RowOperand::new(z, reads[1]), &mut Vec::new(), &mut [][..]);
-            let statistics = [means[r], vars[r]];
-            Arch::new().dispatch(Backward { g: x, z: z.row(r), dz: y, weighted, weight, columns, statistics, eps, rms })
+            let (mean, scale) = (means[r], scale_of(spreads[r], eps, rstd));
+            Arch::new().dispatch(Backward { g: x, z: z.row(r), dz: y, weighted, weight, columns, mean, scale, rms })
         });
     })?;
-    let [mean, var] = &unbind("norm", rows.statistics)?;
-    if rows.z.is_none() && channels::into(rows.x, rows.y, [Some(mean), Some(var), rows.weight, rows.bias], rows.eps)? {
+    let [mean, spread] = &unbind("norm", rows.statistics)?;
+    let of_channels = [Some(mean), Some(spread), rows.weight, rows.bias];
+    if rows.z.is_none() && channels::into(rows.x, rows.y, of_channels, rows.eps, rstd)? {
         return Ok(());
     }
     let scalars = [Scalar::Float(rows.eps), Scalar::Float(1.0 / rows.len() as f64)];
     let params = Params::of(&scalars);
-    let (x, root) = (Expr::input, |i: usize| (Expr::input(i) + Expr::scalar(0)).rsqrt());
+    let (x, scale) =
+        (Expr::input, |i: usize| if rstd { Expr::input(i) } else { (Expr::input(i) + Expr::scalar(0)).rsqrt() });
     let Some(z) = rows.z else {
-        let mut inputs = vec![rows.x, mean, var];
-        let mut result = (x(0) - x(1)) * root(2);
+        let mut inputs = vec![rows.x, mean, spread];
+        let mut result = (x(0) - x(1)) * scale(2);
         if let Some(weight) = rows.weight {
             result = result * x(inputs.len());
             inputs.push(weight);
@@ -337,15 +345,15 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
         return map::formulas(&Formulas { op: "norm", inputs, params, exprs, outputs });
     };
     let [sum, product] = &unbind("norm", &numbers)?;
-    let mut inputs = vec![rows.x, z, mean, var, sum, product];
+    let mut inputs = vec![rows.x, z, mean, spread, sum, product];
     // The sums are without the weight, which is one for a row.
     let (mut grad, mut share) = (x(0), Expr::scalar(1));
     if let Some(weight) = rows.weight {
         (grad, share) = (grad * x(6), share * x(6));
         inputs.push(weight);
     }
-    let normal = (x(1) - x(2)) * root(3);
+    let normal = (x(1) - x(2)) * scale(3);
     let less = if rows.rms { grad } else { grad - x(4) * &share };
-    let result = (less - normal * x(5) * share) * root(3);
+    let result = (less - normal * x(5) * share) * scale(3);
     map::formulas(&Formulas { op: "norm", inputs: &inputs, params, exprs: &[result], outputs: &[rows.y] })
 }

@@ -4,6 +4,7 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::interpreter::TILE;
+use crate::backend::cpu::norm::scale_of;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::norm::{Channels, View, broadcast_view};
@@ -44,20 +45,20 @@ pub(crate) fn normalised(x: &Tensor, numbers: Channels, eps: f64) -> Result<Opti
     let [mean, var, weight, bias] = numbers;
     let own = [own(mean)?, own(var)?, own(weight)?, own(bias)?];
     let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
-    let done = into(&from, &view.of(&out)?, own.each_ref().map(Option::as_ref), eps)?;
+    let done = into(&from, &view.of(&out)?, own.each_ref().map(Option::as_ref), eps, false)?;
     Ok(done.then_some(out))
 }
 
 /// As [`Normalisation`](crate::backend::problem::Normalisation) has them, each of four dims; whether x and y, of the type that is computed in, lie as a
 /// contiguous batch does, else nothing is done.
-pub(crate) fn into(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64) -> Result<bool> {
+pub(crate) fn into(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64, rstd: bool) -> Result<bool> {
     match x.dtype.compute() {
-        Compute::F64 => into_as::<f64>(x, y, numbers, eps),
-        _ => into_as::<f32>(x, y, numbers, eps),
+        Compute::F64 => into_as::<f64>(x, y, numbers, eps, rstd),
+        _ => into_as::<f32>(x, y, numbers, eps, rstd),
     }
 }
 
-fn into_as<C: Number>(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64) -> Result<bool> {
+fn into_as<C: Number>(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64, rstd: bool) -> Result<bool> {
     let [_, channels, batch, n] = *x.shape().dims() else { unreachable!("views of four dims") };
     let lies = |t: &Tensor| {
         let (s, same) = (t.strides(), |count: usize, s: isize, step: usize| count == 1 || s == step as isize);
@@ -80,8 +81,8 @@ fn into_as<C: Number>(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64) -> Re
             })
         };
         let (mean, mut scale, shifts) = (each(0).expect("there is one"), each(1).expect("there is one"), each(3));
-        let (one, eps) = (C::from_i32(1), C::from_f64(eps));
-        scale.iter_mut().for_each(|s| *s = one.div(s.add(eps).sqrt()));
+        let eps = C::from_f64(eps);
+        scale.iter_mut().for_each(|s| *s = scale_of(*s, eps, rstd));
         each(2).iter().for_each(|weight| scale.iter_mut().zip(weight).for_each(|(s, w)| *s = s.mul(*w)));
         let from = &bytemuck::cast_slice::<u8, C>(reads[0])[x.layout.offset..][..count];
         let to = &mut bytemuck::cast_slice_mut::<u8, C>(&mut *writes[0])[y.layout.offset..][..count];

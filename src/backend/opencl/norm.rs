@@ -19,6 +19,9 @@ use crate::{Compute, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/norm.cl");
 
+/// What is ahead of templates of norms, after [`NEIGHBOURS`]; made with the names that [`names`] gives.
+pub(super) const ARGUMENTS: &str = include_str!("../../../kernels/norm_arguments.cl");
+
 /// Registers that a work-item fills with a row, at most, and a group.
 const KEPT: usize = 64;
 const REGISTERS: usize = 32 << 10;
@@ -51,10 +54,17 @@ pub(crate) fn forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn(
 }
 
 /// What a kernel is made with besides types and sizes, a bit each.
-fn switches(rows: &Normalisation) -> u64 {
+pub(super) fn switches(rows: &Normalisation) -> u64 {
     let given = [rows.z, rows.weight, rows.bias, rows.sums, rows.columns].map(|t| t.is_some());
-    let variance = [rows.variance.is_some(), rows.variance == Some(true)];
-    given.into_iter().chain(variance).chain([rows.rms]).fold(0, |bits, on| bits << 1 | u64::from(on))
+    let numbers = [rows.variance.is_some(), rows.variance == Some(true), rows.rms, rows.rstd];
+    given.into_iter().chain(numbers).fold(0, |bits, on| bits << 1 | u64::from(on))
+}
+
+/// What [`ARGUMENTS`] asks by name whether it is there.
+pub(super) fn names(rows: &Normalisation) -> impl Iterator<Item = &'static str> {
+    let given = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
+    let names = ["BACKWARD", "WEIGHT", "BIAS", "WEIGHTED_ROWS", "RSTD"];
+    names.into_iter().zip(given.into_iter().chain([rows.rstd])).filter(|(_, on)| *on).map(|(name, _)| name)
 }
 
 /// How a GPU goes through the rows.
@@ -192,7 +202,7 @@ pub(crate) fn prepare(rows: &Normalisation) -> Result<LaunchPlan> {
 fn kernel_launch(
     device: &'static ClDevice,
     rows: &Normalisation,
-    part: &str,
+    part: &'static str,
     schedule: Option<&Schedule>,
     (global, local): (usize, usize),
 ) -> Result<KernelLaunch> {
@@ -211,15 +221,12 @@ fn kernel_launch(
     let weights = rows.weight.or(rows.bias).unwrap_or(rows.x).dtype;
     let params = [dtype as u64 | (weights as u64) << 8, switched, spread];
     let kernel = kernel(device, KernelKey::new("norm", &params), "norm", || {
-        let given = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
-        let names = ["BACKWARD", "WEIGHT", "BIAS", "WEIGHTED_ROWS", "RMS", "FLAT"];
-        let on =
-            names.iter().zip(given.into_iter().chain([rows.rms, flat])).filter(|(_, on)| *on).map(|(name, _)| *name);
-        let on = on.chain([part].into_iter().filter(|part| !part.is_empty()));
+        let own = [("RMS", rows.rms), ("FLAT", flat), (part, !part.is_empty())];
+        let on = names(rows).chain(own.into_iter().filter(|(_, on)| *on).map(|(name, _)| name));
         let defines: String = on.map(|name| format!("#define {name}\n")).collect();
         let spread = schedule.map_or_else(|| vector_defines(dtype, 1), |schedule| schedule.defines(rows));
         let types = types(dtype, wide) + &format!("#define W {weights}\n");
-        types + &spread + &defines + STRIDED_DIMS + NEIGHBOURS + TEMPLATE
+        types + &spread + &defines + STRIDED_DIMS + NEIGHBOURS + ARGUMENTS + TEMPLATE
     })?;
     let dims = rows.x.shape().dims();
     let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);
@@ -257,8 +264,8 @@ pub(crate) fn variance(x: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Re
     let y = out.with_layout(Layout { offset: out.layout.offset, ..Layout::contiguous(shape) });
     let (z, weight, bias, sums, columns) = Default::default();
     // The kernel writes no statistics.
-    let (statistics, variance, rms) = (&y, Some(root), false);
-    let rows = Normalisation { x, y: &y, z, weight, bias, statistics, sums, columns, eps: freedom, rms, variance };
+    let (statistics, eps, variance, rms, rstd) = (&y, freedom, Some(root), false, false);
+    let rows = Normalisation { x, y: &y, z, weight, bias, statistics, rstd, sums, columns, eps, rms, variance };
     run(&rows)?;
     out.storage.bump_version();
     Ok(true)

@@ -5,6 +5,7 @@ use crate::backend::opencl::geometry::{
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
+use crate::backend::opencl::norm::{ARGUMENTS, names, switches};
 use crate::backend::problem::norm::Normalisation;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
@@ -97,7 +98,7 @@ impl Channels {
         device: &'static ClDevice,
         norm: &Normalisation,
         steps: [isize; 3],
-        part: &str,
+        part: &'static str,
     ) -> Result<KernelLaunch> {
         let Channels { rows, channels, width, lanes, group, at_once, slices, chunk } = *self;
         let tensors = norm.tensors();
@@ -105,19 +106,16 @@ impl Channels {
         // Rows past the end are counted too.
         let wide = is_wide([rows + group * at_once, channels, global]);
         let (dtype, weights) = (norm.x.dtype, norm.weight.or(norm.bias).unwrap_or(norm.x).dtype);
-        let given = [norm.z, norm.weight, norm.bias].map(|t| t.is_some());
-        let switches = given.into_iter().chain([wide, part == "PARTS", part == "APPLY"]);
-        let switches = switches.fold(0, |bits, on| bits << 1 | u64::from(on));
+        let own = [wide, part == "PARTS", part == "APPLY"];
+        let switches = own.into_iter().fold(switches(norm), |bits, on| bits << 1 | u64::from(on));
         let sizes = (width << 32 | lanes << 16 | group) as u64;
         let params = [dtype as u64, weights as u64, switches, sizes];
         let kernel = kernel(device, KernelKey::new("norm_channels", &params), "norm", || {
-            let names =
-                ["BACKWARD", "WEIGHT", "BIAS"].into_iter().zip(given).filter(|(_, on)| *on).map(|(name, _)| name);
-            let names = names.chain([part].into_iter().filter(|part| !part.is_empty()));
-            let defines: String = names.map(|name| format!("#define {name}\n")).collect();
+            let on = names(norm).chain([part].into_iter().filter(|part| !part.is_empty()));
+            let defines: String = on.map(|name| format!("#define {name}\n")).collect();
             let spread = format!("#define LANES {lanes}\n#define GROUP {group}\n#define AT_ONCE {at_once}\n");
             let types = types(dtype, wide) + &format!("#define W {weights}\n") + &vector_defines(dtype, width);
-            types + &spread + &defines + NEIGHBOURS + TEMPLATE
+            types + &spread + &defines + NEIGHBOURS + ARGUMENTS + TEMPLATE
         })?;
         let mut launch = KernelLaunch::new(kernel, global, group);
         (0..tensors.len()).for_each(|k| launch.tensor(k));

@@ -15,6 +15,8 @@ pub(crate) struct Normalisation<'a> {
     pub(crate) bias: Option<&'a Tensor>,
     /// The mean and the variance of each row, in the compute type: `[2, rows]`, contiguous.
     pub(crate) statistics: &'a Tensor,
+    /// Whether these have `1 / sqrt(variance + eps)` instead of the variance, as PyTorch keeps it.
+    pub(crate) rstd: bool,
     /// In backward with one weight a row: `[2, rows]`.
     pub(crate) sums: Option<&'a Tensor>,
     /// In backward, with weights for each column, where their gradients are added up on the way: [`cpu::columns`].

@@ -114,10 +114,12 @@ pub(super) fn norm(rows: &Normalisation) -> Result<()> {
             let centred = &x - mean_of_row;
             let variance = mean(&(&centred * &centred));
             results.extend(centred / (variance + rows.eps).sqrt() * weight + bias);
-            (statistics[r], statistics[count + r]) = (mean_of_row, variance);
+            statistics[r] = mean_of_row;
+            statistics[count + r] = if rows.rstd { (variance + rows.eps).sqrt().recip() } else { variance };
             continue;
         }
-        let root = (known[count + r] + rows.eps).sqrt();
+        let spread = known[count + r];
+        let root = if rows.rstd { spread.recip() } else { (spread + rows.eps).sqrt() };
         let normal = (z - known[r]) / root;
         let product = &x * &normal;
         (sums[r], sums[count + r]) = (x.sum(), product.sum());

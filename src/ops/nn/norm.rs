@@ -54,6 +54,8 @@ struct Norm<'a> {
     dims: [bool; 4],
     eps: f64,
     rms: bool,
+    /// As [`Normalisation::rstd`].
+    rstd: bool,
 }
 
 impl<'a> Normalisation<'a> {
@@ -70,9 +72,9 @@ impl Norm<'_> {
         if out.numel() == 0 {
             return statistics.fill_(f64::NAN).map(|_| ());
         }
-        let (weight, bias, eps, rms) = (self.weight, self.bias, self.eps, self.rms);
+        let Norm { weight, bias, eps, rms, rstd, .. } = *self;
         let (z, sums, columns, variance) = Default::default();
-        let given = Normalisation { x, y: out, z, weight, bias, statistics, sums, columns, eps, rms, variance };
+        let given = Normalisation { x, y: out, z, weight, bias, statistics, rstd, sums, columns, eps, rms, variance };
         // Where the launch is cached the views are not needed.
         let views = || {
             let (from, to) = (self.view.of(&x.detach())?, self.view.of(out)?);
@@ -90,7 +92,7 @@ impl Norm<'_> {
             View::Groups(groups) => (1, groups),
             View::Batch => (2, 0),
         };
-        let switches = self.dims.into_iter().chain([self.rms, self.weight.is_some(), self.bias.is_some()]);
+        let switches = self.dims.into_iter().chain([self.rms, self.rstd, self.weight.is_some(), self.bias.is_some()]);
         let switches = switches.fold(0, |bits, on| bits << 1 | u64::from(on));
         [view, number as u64, switches, self.eps.to_bits()]
     }
@@ -119,15 +121,16 @@ impl Norm<'_> {
             true => Some(Tensor::empty_like_shape([2, r1, r2, 1, 1], statistics.dtype, x.device())?),
             false => None,
         };
-        let (eps, rms, bias) = (self.eps, self.rms, None);
+        let Norm { eps, rms, rstd, .. } = *self;
         let (z, weight, sums) = (Some(&rows), weight.as_ref(), sums.as_ref());
         let columns = match self.view {
             View::Last(n) if needs[1] || needs[2] => backend::of(x.device()).norm_columns(x, x.numel() / n, *n)?,
             _ => None,
         };
         let columns = columns.as_ref();
-        let variance = None;
-        let gradient = Normalisation { x: &g, y: &to, z, weight, bias, statistics, sums, columns, eps, rms, variance };
+        let (bias, variance) = (None, None);
+        let gradient =
+            Normalisation { x: &g, y: &to, z, weight, bias, statistics, rstd, sums, columns, eps, rms, variance };
         backend::launch(gradient.outputs(), |b| b.norm(&gradient))?;
         let columns = columns.map(|parts| reduce::sum_into(op, parts, &[0isize][..], false, None)).transpose()?;
         let mut gradients = [Some(out), None, None];
@@ -147,9 +150,11 @@ impl Norm<'_> {
                 (None, 1) => {
                     let (x, scalars) = (Expr::input, [Scalar::Float(eps)]);
                     let params = Params::of(&scalars);
-                    let product = x(0) * (x(1) - x(2)) * (x(3) + Expr::scalar(0)).rsqrt();
-                    let [mean, var] = unbind(op, statistics)?;
-                    apply_one(op, &[&g, &rows, &mean, &var], params, &product, g.dtype)?
+                    let scale = if rstd { x(3) } else { (x(3) + Expr::scalar(0)).rsqrt() };
+                    let product = x(0) * (x(1) - x(2)) * scale;
+                    let [mean, spread] = unbind(op, statistics)?;
+                    // In f32 at least: halves would be rounded before they are added up.
+                    apply_one(op, &[&g, &rows, &mean, &spread], params, &product, statistics.dtype)?
                 }
                 _ => g.detach(),
             };
@@ -191,10 +196,23 @@ impl View {
         }
     }
 
-    /// Room for [`Normalisation::statistics`] of x.
-    fn statistics(&self, x: &Tensor) -> Result<Tensor> {
+    /// The shape of [`Normalisation::statistics`] of x.
+    fn shape_of_statistics(&self, x: &Tensor) -> [usize; 5] {
         let [r1, r2] = self.rows(x);
-        Tensor::empty_like_shape([2, r1, r2, 1, 1], x.dtype.compute().dtype(), x.device())
+        [2, r1, r2, 1, 1]
+    }
+
+    /// Room for them.
+    fn statistics(&self, x: &Tensor) -> Result<Tensor> {
+        Tensor::empty_like_shape(self.shape_of_statistics(x), x.dtype.compute().dtype(), x.device())
+    }
+
+    /// The dims that a weight of the norm of x has: with as many groups as channels, that of a channel is a whole row's.
+    fn weighted_of(&self, x: &Tensor) -> [bool; 4] {
+        match *self {
+            View::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
+            _ => self.weighted(),
+        }
     }
 
     /// `t` as four dims; a copy only where its strides cannot express that.
@@ -249,13 +267,8 @@ fn normalised(
     eps: f64,
     rms: bool,
 ) -> Result<Tensor> {
-    // With as many groups as channels, the weight of a channel is that of a whole row.
-    let dims = match view {
-        View::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
-        _ => view.weighted(),
-    };
-    let out = view.result(x)?;
-    Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x, &out, statistics)?;
+    let (dims, rstd, out) = (view.weighted_of(x), false, view.result(x)?);
+    Norm { op, view: &view, weight, bias, dims, eps, rms, rstd }.forward(x, &out, statistics)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x].into_iter().chain(weight).chain(bias).collect();
     if !autograd::is_tracked(&inputs) {
         return Ok(out);
@@ -274,7 +287,7 @@ fn normalised(
         let given = [true, weight.is_some(), bias.is_some()];
         let place = |i: usize| given[..i].iter().filter(|g| **g).count();
         let needs = [0, 1, 2].map(|i| given[i] && ctx.needs(place(i)));
-        let norm = Norm { op, view: &view, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms };
+        let norm = Norm { op, view: &view, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms, rstd };
         let gradients = norm.backward(&x, &ctx.grad()?, kept.get(op)?, needs)?;
         let wanted = gradients.into_iter().zip(given).zip(needs);
         Ok(wanted.filter(|((_, given), _)| *given).map(|((g, _), needed)| g.filter(|_| needed)).collect::<Gradients>())

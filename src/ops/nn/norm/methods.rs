@@ -14,7 +14,7 @@ use crate::tensor::Dims;
 use crate::{DType, Expr, Result, Scalar, Shape, Tensor, backend, no_grad};
 
 /// x, and what there is of weight and bias.
-fn given<'a>(x: &'a Tensor, weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> Dims<&'a Tensor> {
+pub(super) fn given<'a>(x: &'a Tensor, weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> Dims<&'a Tensor> {
     [x].into_iter().chain(weight).chain(bias).collect()
 }
 
@@ -51,6 +51,15 @@ pub(super) fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tens
     Ok(())
 }
 
+/// The same, and that so many groups divide the channels.
+pub(super) fn check_groups(op: &'static str, x: &Tensor, groups: usize, given: &[Option<&Tensor>]) -> Result<()> {
+    check_channels(op, x, given)?;
+    let channels = x.shape().dims()[1];
+    invalid!(op if groups == 0 || !channels.is_multiple_of(groups),
+        "{groups} groups do not divide {channels} channels evenly");
+    Ok(())
+}
+
 pub(super) fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Tensor>]) -> Result<()> {
     x.dtype.check_float(op)?;
     if shape.is_empty() || !x.shape().dims().ends_with(shape) {
@@ -65,32 +74,32 @@ pub(super) fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &
     Ok(())
 }
 
-/// [`Tensor::batch_norm`] by the statistics of the batch, which it gives too, recorded; the running ones are moved.
-pub(super) fn in_training(op: &'static str, x: &Tensor, options: BatchNormOptions) -> Result<(Tensor, Tensor)> {
-    let BatchNormOptions { running_mean, running_var, weight, bias, momentum, eps, .. } = options;
-    let channels = x.shape().dims()[1];
+/// How many elements a channel of x has.
+pub(super) fn elements_of_channels(op: &'static str, x: &Tensor) -> Result<usize> {
     let n: usize = x.shape().dims().iter().enumerate().filter(|(d, _)| *d != 1).map(|(_, &n)| n).product();
     invalid!(op if n == 1, "shape {} has one element a channel, which has no variance", x.shape());
-    let statistics = View::Batch.statistics(x)?;
-    let out = normalised(op, (x, &statistics), View::Batch, weight, bias, eps, false)?;
+    Ok(n)
+}
+
+/// Moves the running statistics, as far as there are some, towards the mean and the unbiased variance of channels of n elements.
+pub(super) fn move_running(
+    op: &'static str,
+    options: BatchNormOptions,
+    n: usize,
+    [mean, var]: [&Tensor; 2],
+) -> Result<()> {
+    let BatchNormOptions { running_mean, running_var, momentum, .. } = options;
     let unbiased = n as f64 / (n as f64 - 1.0);
     let scalars = [Scalar::Float(momentum), Scalar::Float(1.0 - momentum), Scalar::Float(momentum * unbiased)];
-    let [mean, var] = unbind(op, &statistics)?;
-    let (mean, var) = (mean.reshape([channels])?, var.reshape([channels])?);
-    if n > 0 {
-        let update = || match (running_mean, running_var) {
-            (Some(m), Some(v)) => Tensor::map_into(&[m, v, &mean, &var], &scalars, &[m, v], |x, s| {
-                vec![&s[1] * &x[0] + &s[0] * &x[2], &s[1] * &x[1] + &s[2] * &x[3]]
-            }),
-            (Some(m), None) => {
-                Tensor::map_into(&[m, &mean], &scalars, &[m], |x, s| vec![&s[1] * &x[0] + &s[0] * &x[1]])
-            }
-            (None, Some(v)) => Tensor::map_into(&[v, &var], &scalars, &[v], |x, s| vec![&s[1] * &x[0] + &s[2] * &x[1]]),
-            (None, None) => Ok(()),
-        };
-        no_grad(update).named(op)?;
-    }
-    Ok((out, statistics))
+    let update = || match (running_mean, running_var) {
+        (Some(m), Some(v)) => Tensor::map_into(&[m, v, mean, var], &scalars, &[m, v], |x, s| {
+            vec![&s[1] * &x[0] + &s[0] * &x[2], &s[1] * &x[1] + &s[2] * &x[3]]
+        }),
+        (Some(m), None) => Tensor::map_into(&[m, mean], &scalars, &[m], |x, s| vec![&s[1] * &x[0] + &s[0] * &x[1]]),
+        (None, Some(v)) => Tensor::map_into(&[v, var], &scalars, &[v], |x, s| vec![&s[1] * &x[0] + &s[2] * &x[1]]),
+        (None, None) => Ok(()),
+    };
+    if n > 0 { no_grad(update).named(op) } else { Ok(()) }
 }
 
 impl Tensor {
@@ -177,11 +186,8 @@ impl Tensor {
             return wide[0].group_norm(groups, weight, bias, eps)?.to_dtype(dtype);
         }
         replaced!(op, [Some(self), weight, bias], groups, eps);
-        check_channels(op, self, &[weight, bias])?;
+        check_groups(op, self, groups, &[weight, bias])?;
         same_dtype(op, &inputs)?;
-        let channels = self.shape().dims()[1];
-        invalid!(op if groups == 0 || !channels.is_multiple_of(groups),
-            "{groups} groups do not divide {channels} channels evenly");
         let statistics = View::Groups(groups).statistics(self)?;
         normalised(op, (self, &statistics), View::Groups(groups), weight, bias, eps, false)
     }
@@ -237,7 +243,11 @@ impl Tensor {
         same_dtype(op, &inputs[usize::from(mixed)..])?;
         let channels = self.shape().dims()[1];
         if training {
-            return in_training(op, self, options).map(|(out, _)| out);
+            let (n, statistics) = (elements_of_channels(op, self)?, View::Batch.statistics(self)?);
+            let out = normalised(op, (self, &statistics), View::Batch, weight, bias, eps, false)?;
+            let [mean, var] = unbind(op, &statistics)?;
+            move_running(op, options, n, [&mean.reshape([channels])?, &var.reshape([channels])?])?;
+            return Ok(out);
         }
         let (Some(mean), Some(var)) = (running_mean, running_var) else {
             return Err(Error::invalid(op, "where it is not training it needs the running mean and variance"));

@@ -1,25 +1,56 @@
 //! Norms that give their statistics, and gradients that are made of these: for whoever keeps them from forward to backward himself, as
 //! PyTorch's autograd does.
 
+use smallvec::SmallVec;
+
 use crate::backend::problem::norm::{View, unbind};
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::nn::norm::methods::{check_channels, check_last, in_training};
-use crate::ops::nn::norm::{BatchNormOptions, Norm, normalised};
+use crate::ops::nn::norm::methods::{
+    check_channels, check_groups, check_last, elements_of_channels, given, move_running,
+};
+use crate::ops::nn::norm::{BatchNormOptions, Norm};
+use crate::tensor::Layout;
 use crate::{DType, Result, Tensor, no_grad};
 
 /// A result with the mean and 1 / sqrt(var + eps) of each row.
 type WithStatistics = (Tensor, Tensor, Tensor);
 
-/// The two of these, of this shape, from [`View::statistics`], which are written over.
-fn split(op: &'static str, out: Tensor, statistics: &Tensor, shape: &[usize], eps: f64) -> Result<WithStatistics> {
-    let [mean, var] = unbind(op, statistics)?;
-    Tensor::map_into(&[&var], &[eps.into()], &[&var], |x, s| vec![(&x[0] + &s[0]).rsqrt()])?;
-    Ok((out, mean.reshape(shape)?, var.reshape(shape)?))
+/// A norm, and its statistics as they are written: of these two tensors, of this shape.
+fn forward(
+    op: &'static str,
+    x: &Tensor,
+    view: View,
+    [weight, bias]: [Option<&Tensor>; 2],
+    eps: f64,
+    (rstd, shape): (bool, &[usize]),
+) -> Result<WithStatistics> {
+    let (out, statistics) = (view.result(x)?, view.statistics(x)?);
+    let (dims, rms) = (view.weighted_of(x), false);
+    Norm { op, view: &view, weight, bias, dims, eps, rms, rstd }.forward(x, &out, &statistics)?;
+    let [mean, spread] = unbind(op, &statistics)?;
+    Ok((out, mean.reshape(shape)?, spread.reshape(shape)?))
 }
 
-/// The gradients of x, weight and bias where they are wanted, a weight standing in for a bias that is not given.
+/// Whether weights are wider than the input: then all is computed in their dtype.
+fn is_mixed(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> bool {
+    x.dtype.size() == 2 && weight.or(bias).is_some_and(|w| w.dtype == DType::F32)
+}
+
+/// The statistics as one tensor: a view of them where they lie as forward left them.
+fn joined(mean: &Tensor, rstd: &Tensor, shape: [usize; 5], dtype: DType) -> Result<Tensor> {
+    let follows = rstd.layout.offset == mean.layout.offset + mean.numel();
+    let plain = [mean, rstd].iter().all(|t| t.dtype == dtype && t.is_contiguous());
+    if plain && follows && mean.shares_storage(rstd) {
+        return Ok(mean.with_layout(Layout { offset: mean.layout.offset, ..Layout::contiguous(shape.into()) }));
+    }
+    // Of one dim, for of more the result may have its channels last.
+    let half = |t: &Tensor| t.to_dtype(dtype)?.reshape([t.numel()]);
+    Tensor::cat(&[&half(mean)?, &half(rstd)?], 0)?.reshape(shape)
+}
+
+/// The gradients of x, weight and bias where they are wanted. A bias that is not given has the dtype of the weight, or else of x.
 fn gradients(
     op: &'static str,
     view: View,
@@ -34,25 +65,26 @@ fn gradients(
         t.dtype.check_float(op)?;
     }
     mismatch!(op if grad.shape() != x.shape(), x, grad, "the gradient has the shape of the input");
-    let compute = x.dtype.compute().dtype();
-    let statistics = view.statistics(x)?;
-    mismatch!(op if [mean, rstd].iter().any(|t| 2 * t.numel() != statistics.numel()), mean, rstd, "there is one number for each row");
-    // Weights may be wider than the input: then all is computed in their dtype.
-    let mixed = x.dtype.size() == 2 && weight.or(bias).is_some_and(|w| w.dtype == DType::F32);
+    let (compute, shape) = (x.dtype.compute().dtype(), view.shape_of_statistics(x));
+    let rows = shape[1] * shape[2];
+    mismatch!(op if mean.numel() != rows || rstd.numel() != rows, mean, rstd, "there is one number for each row");
+    let mixed = is_mixed(x, weight, bias);
     for t in weight.into_iter().chain(bias).filter(|t| !mixed || t.dtype != DType::F32) {
         same_device(op, &[x, t])?;
         same_dtype(op, &[x, t])?;
     }
+    let channels = || match view {
+        View::Last(_) => Ok(None),
+        View::Groups(_) | View::Batch => Tensor::empty(x.shape().dims()[1], (x.dtype, x.device())).map(Some),
+    };
+    let stand_in = if wanted[2] && weight.or(bias).is_none() { channels()? } else { None };
+    let bias = bias.or(weight).or(stand_in.as_ref());
     let wide = |t: &Tensor| if mixed { t.to_dtype(compute) } else { Ok(t.shallow_clone()) };
     no_grad(|| {
         let (grad, given) = (wide(grad)?, wide(x)?);
-        let [to_mean, to_var] = unbind(op, &statistics)?;
-        let column = |t: &Tensor| t.to_dtype(compute)?.reshape(to_mean.shape());
-        let (mean, rstd) = (column(mean)?, column(rstd)?);
-        to_mean.copy_(&mean)?;
-        Tensor::map_into(&[&rstd], &[], &[&to_var], |x, _| vec![(&x[0] * &x[0]).recip()])?;
-        let dims = view.weighted();
-        let norm = Norm { op, view: &view, weight, bias: bias.or(weight), dims, eps: 0.0, rms: false };
+        let statistics = joined(mean, rstd, shape, compute)?;
+        let (dims, eps, rms, rstd) = (view.weighted_of(x), 0.0, false, true);
+        let norm = Norm { op, view: &view, weight, bias, dims, eps, rms, rstd };
         let [to_x, to_weight, to_bias] = norm.backward(&given, &grad, &statistics, wanted)?;
         let to_x = to_x.filter(|_| wanted[0]).map(|t| t.to_dtype(x.dtype)).transpose()?;
         Ok([to_x, to_weight.filter(|_| wanted[1]), to_bias.filter(|_| wanted[2])])
@@ -64,10 +96,10 @@ fn replaced_gradients(
     op: &'static str,
     tensors: &[Option<&Tensor>],
     wanted: [bool; 3],
-    normalized_shape: Option<&[usize]>,
+    argument: Option<Argument>,
 ) -> Result<Option<[Option<Tensor>; 3]>> {
     let mask = wanted.map(usize::from);
-    let arguments = || normalized_shape.map(Argument::from).into_iter().chain([Argument::from(&mask)]).collect();
+    let arguments = || argument.into_iter().chain([Argument::from(&mask)]).collect();
     let made = replacement(op, tensors, arguments)?.map(Vec::into_iter);
     Ok(made.map(|mut made| wanted.map(|wanted| if wanted { made.next() } else { None })))
 }
@@ -100,19 +132,17 @@ impl Tensor {
         let op = "native_layer_norm";
         replaced!(op, [Some(self), weight, bias], normalized_shape, eps);
         no_grad(|| {
-            if weight.or(bias).is_some_and(|w| w.dtype != self.dtype) && self.dtype.size() == 2 {
+            if is_mixed(self, weight, bias) {
                 let (out, mean, rstd) =
                     self.to_dtype(DType::F32)?.native_layer_norm(normalized_shape, weight, bias, eps)?;
                 return Ok((out.to_dtype(self.dtype)?, mean, rstd));
             }
             check_last(op, self, normalized_shape, &[weight, bias])?;
             let view = View::Last(normalized_shape.iter().product());
-            let statistics = view.statistics(self)?;
-            let out = normalised(op, (self, &statistics), view, weight, bias, eps, false)?;
-            let mut shape = self.shape().dims().to_vec();
+            let mut shape = SmallVec::<[usize; 6]>::from_slice(self.shape().dims());
             let kept = shape.len() - normalized_shape.len();
             shape[kept..].fill(1);
-            split(op, out, &statistics, &shape, eps)
+            forward(op, self, view, [weight, bias], eps, (true, &shape))
         })
     }
 
@@ -136,7 +166,7 @@ impl Tensor {
         let _caller = Caller::enter();
         let op = "native_layer_norm_backward";
         let tensors = [Some(self), Some(input), Some(mean), Some(rstd), weight, bias];
-        if let Some(made) = replaced_gradients(op, &tensors, wanted, Some(normalized_shape))? {
+        if let Some(made) = replaced_gradients(op, &tensors, wanted, Some(normalized_shape.into()))? {
             return Ok(made);
         }
         // Those of a weight and a bias wider than the input have been checked by forward.
@@ -162,13 +192,21 @@ impl Tensor {
         }
         check_channels(op, self, &[weight, bias, running_mean, running_var])?;
         no_grad(|| {
-            if weight.or(bias).is_some_and(|w| w.dtype != self.dtype) && self.dtype.size() == 2 {
+            if is_mixed(self, weight, bias) {
                 let (out, mean, rstd) = self.to_dtype(DType::F32)?.native_batch_norm(options)?;
                 return Ok((out.to_dtype(self.dtype)?, mean, rstd));
             }
-            same_dtype(op, &[Some(self), weight, bias].into_iter().flatten().collect::<Vec<_>>())?;
-            let (out, statistics) = in_training(op, self, options)?;
-            split(op, out, &statistics, &self.shape().dims()[1..2], eps)
+            same_dtype(op, &given(self, weight, bias))?;
+            let n = elements_of_channels(op, self)?;
+            // Running variances move towards the variance, which rounded roots do not give back.
+            let rstd = running_var.is_none();
+            let shape = (rstd, &self.shape().dims()[1..2]);
+            let (out, mean, spread) = forward(op, self, View::Batch, [weight, bias], eps, shape)?;
+            move_running(op, options, n, [&mean, &spread])?;
+            if !rstd {
+                Tensor::map_into(&[&spread], &[eps.into()], &[&spread], |x, s| vec![(&x[0] + &s[0]).rsqrt()])?;
+            }
+            Ok((out, mean, spread))
         })
     }
 
@@ -195,6 +233,68 @@ impl Tensor {
         check_channels(op, input, &[weight])?;
         gradients(op, View::Batch, [self, input, mean, rstd], weight, None, wanted)
     }
+
+    /// [`Tensor::group_norm`], the mean and `1 / sqrt(var + eps)` of each group, `[N, groups]` (PyTorch's `native_group_norm`). The
+    /// latter are f32 at least. Not recorded: [`Tensor::native_group_norm_backward`] makes the gradients.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::from_slice(&[1f32, 3.0, 5.0, 9.0], [1, 4], Device::Cpu)?;
+    /// let (y, mean, rstd) = x.native_group_norm(2, None, None, 0.0)?;
+    /// assert_eq!(y.to_vec::<f32>()?, [-1.0, 1.0, -1.0, 1.0]);
+    /// assert_eq!((mean.to_vec::<f32>()?, rstd.to_vec::<f32>()?), (vec![2.0, 7.0], vec![1.0, 0.5]));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::group_norm`].
+    #[track_caller]
+    pub fn native_group_norm(
+        &self,
+        groups: usize,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        eps: f64,
+    ) -> Result<WithStatistics> {
+        let _caller = Caller::enter();
+        let op = "native_group_norm";
+        replaced!(op, [Some(self), weight, bias], groups, eps);
+        check_groups(op, self, groups, &[weight, bias])?;
+        no_grad(|| {
+            if is_mixed(self, weight, bias) {
+                let (out, mean, rstd) = self.to_dtype(DType::F32)?.native_group_norm(groups, weight, bias, eps)?;
+                return Ok((out.to_dtype(self.dtype)?, mean, rstd));
+            }
+            same_dtype(op, &given(self, weight, bias))?;
+            let shape = [self.shape().dims()[0], groups];
+            forward(op, self, View::Groups(groups), [weight, bias], eps, (true, &shape))
+        })
+    }
+
+    /// The gradients of [`Tensor::native_group_norm`] in its input, weight and bias from that of its result, which is this tensor, as far
+    /// as they are `wanted` (PyTorch's `native_group_norm_backward`). Not recorded.
+    ///
+    /// # Errors
+    /// As [`Tensor::group_norm`].
+    #[track_caller]
+    pub fn native_group_norm_backward(
+        &self,
+        input: &Tensor,
+        groups: usize,
+        mean: &Tensor,
+        rstd: &Tensor,
+        weight: Option<&Tensor>,
+        wanted: [bool; 3],
+    ) -> Result<[Option<Tensor>; 3]> {
+        let _caller = Caller::enter();
+        let op = "native_group_norm_backward";
+        let tensors = [Some(self), Some(input), Some(mean), Some(rstd), weight];
+        if let Some(made) = replaced_gradients(op, &tensors, wanted, Some(groups.into()))? {
+            return Ok(made);
+        }
+        check_groups(op, input, groups, &[weight])?;
+        gradients(op, View::Groups(groups), [self, input, mean, rstd], weight, None, wanted)
+    }
 }
 
 /// Three switches as integers.
@@ -218,4 +318,8 @@ operations! {
     };
     native_batch_norm_backward(grad_out: x, input: x, mean: x, rstd: x, weight: x?, output_mask: ints @mask)
         "native_batch_norm_backward": NeuralNetwork, Floats -> Same;
+    native_group_norm(input: x, group: size, weight: x?, bias: x?, eps: float = 1e-5) "native_group_norm":
+        NeuralNetwork, Floats -> Same;
+    native_group_norm_backward(grad_out: x, input: x, group: size, mean: x, rstd: x, weight: x?, output_mask: ints @mask)
+        "native_group_norm_backward": NeuralNetwork, Floats -> Same;
 }
