@@ -1,8 +1,9 @@
 // Channels-last copies of images, for products that read windows of them. The channels of each group are contiguous and padded with zeros to
-// multiples of 16 bytes; the image is padded with zeros too.
+// multiples of 16 bytes, or to as many as divide 16 bytes; the image is padded with zeros too.
 //
 // The host gives V, an unsigned type as wide as an element, and EACH, the number of elements in 16 bytes. A work-group transposes a tile of
-// CHANNELS channels by TILE pixels: it reads along rows of the image, or with CONTIGUOUS along channels, and writes along channels.
+// CHANNELS channels by TILE pixels: it reads along rows of the image, or with CONTIGUOUS along channels, and writes along channels. Where 16
+// bytes have all channels of their pixels, work-items read what they write.
 
 typedef struct {
     int rows, cols, above, left; // of the copy, and how many of them are padding above and to the left of the image
@@ -14,13 +15,18 @@ typedef struct {
 } sizes;
 
 #define GROUP 256
-#define PIECES (CHANNELS / EACH)
+
+// An element of the copy of an image.
+static inline V element(const __global V* from, const sizes s, uint channel, uint pixel)
+{
+    const int row = (int)(pixel / s.cols) - s.above, col = (int)(pixel % s.cols) - s.left;
+    const bool inside = channel < s.channels && (uint)row < s.image_rows && (uint)col < s.image_cols;
+    return inside ? from[channel * s.from[2] + row * s.from[3] + col * s.from[4]] : 0;
+}
 
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1)))
 void channels_last(const __global V* restrict from, const ulong first, __global uint4* restrict to, const ulong first_to, const sizes s)
 {
-    // Rows are two elements longer than a power of two, so that a column is spread over different banks.
-    __local V tile[CHANNELS][TILE + 2];
     const uint t = get_local_id(0), pixels = (uint)s.rows * s.cols;
     const uint tiles = (pixels + TILE - 1) / TILE, blocks = ((uint)s.padded + CHANNELS - 1) / CHANNELS;
     uint index = get_group_id(0);
@@ -33,6 +39,9 @@ void channels_last(const __global V* restrict from, const ulong first, __global 
     from += first + image * s.from[0] + group * s.from[1];
     to += first_to / EACH + (image * s.to[0] + group * s.to[1]) / EACH;
 
+#if CHANNELS > EACH
+    // Rows are two elements longer than a power of two, so that a column is spread over different banks.
+    __local V tile[CHANNELS][TILE + 2];
     V got[CHANNELS * TILE / GROUP];
     #pragma unroll
     for (uint e = 0; e < CHANNELS * TILE / GROUP; e++) {
@@ -42,19 +51,20 @@ void channels_last(const __global V* restrict from, const ulong first, __global 
 #else
         const uint c = i / TILE, at = i % TILE;
 #endif
-        const int row = (int)((pixel + at) / s.cols) - s.above, col = (int)((pixel + at) % s.cols) - s.left;
-        const bool inside = channel + c < s.channels && (uint)row < s.image_rows && (uint)col < s.image_cols;
-        got[e] = inside ? from[(channel + c) * s.from[2] + row * s.from[3] + col * s.from[4]] : 0;
+        got[e] = element(from, s, channel + c, pixel + at);
         tile[c][at] = got[e];
     }
     barrier(CLK_LOCAL_MEM_FENCE);
-    for (uint i = t; i < TILE * PIECES; i += GROUP) {
-        const uint piece = i % PIECES, at = i / PIECES;
+#define ELEMENT(c, at) tile[c][at]
+#else
+#define ELEMENT(c, at) element(from, s, c, pixel + at)
+#endif
+    for (uint i = t * EACH; i < TILE * CHANNELS; i += GROUP * EACH) {
         V v[EACH] __attribute__((aligned(16)));
         #pragma unroll
-        for (uint u = 0; u < EACH; u++) v[u] = tile[piece * EACH + u][at];
-        if (pixel + at < pixels && channel + piece * EACH < s.padded) {
-            to[((pixel + at) * s.to[2] + channel) / EACH + piece] = *(uint4*)v;
+        for (uint u = 0; u < EACH; u++) v[u] = ELEMENT((i + u) % CHANNELS, (i + u) / CHANNELS);
+        if (pixel + i / CHANNELS < pixels && channel + i % CHANNELS < s.padded) {
+            to[((pixel + i / CHANNELS) * s.to[2] + channel + i % CHANNELS) / EACH] = *(uint4*)v;
         }
     }
 }

@@ -33,14 +33,15 @@
             const int bytes = clamp(min((length), (int)X##LENGTH) * BYTES - (int)(chunk * 16), 0, 16);                 \
             _Pragma("unroll") for (uint e = first; e < end; e++)                                                       \
                 copy_part((to) + COPY_AT(X, e), X##FROM(from, step, e), X##COPY,                                      \
-                          (X##INSIDE(e) & ((int)(line + e * (THREADS / X##CHUNKS)) < (lines))) ? bytes : 0);          \
+                          min((int)(line + e * (THREADS / X##CHUNKS)) < (lines) ? bytes : 0, X##INSIDE(e)));           \
         }                                                                                                              \
     }
 
-// The source address of copy e; whether it is inside the matrix; a copy without bounds checks; the addresses of the first and next slices.
+// The source address of copy e; how many of its 16 bytes are inside the matrix (all work-items ask together); a copy without bounds checks;
+// the addresses of the first and next slices.
 #ifndef A_FROM
 #define A_FROM(from, step, e) ((from) + (e) * (step))
-#define A_INSIDE(e) true
+#define A_INSIDE(e) 16
 #define A_WHOLE(to, from, step, e) copy_whole(to, A_FROM(from, step, e), A_COPY)
 #define FIRST_A from_a += (i0 * A_ROW + from_k * A_COL) * BYTES + t / A_CHUNKS * line_a + t % A_CHUNKS * 16;
 #define AGAIN_A FIRST_A
@@ -48,7 +49,7 @@
 #endif
 #ifndef B_FROM
 #define B_FROM(from, step, e) ((from) + (e) * (step))
-#define B_INSIDE(e) true
+#define B_INSIDE(e) 16
 #define B_WHOLE(to, from, step, e) copy_whole(to, B_FROM(from, step, e), B_COPY)
 #define NEXT_B from_b += next_b;
 #endif

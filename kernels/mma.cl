@@ -27,13 +27,13 @@ static inline void copy_whole(uint to, ulong from, const int size)
     }
 }
 
-// Copies 16 bytes at once, or writes zeros.
-static inline void copy_inside(uint to, ulong from, bool inside)
+// Copies the first `bytes` of 16 at once and writes zeros after them.
+static inline void copy_inside(uint to, ulong from, int bytes)
 {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
 
-// Copies the first `bytes` of 16 and writes zeros after them. For edges: it takes three times the instructions.
+// The same `size` bytes at a time. For edges: it takes three times the instructions.
 static inline void copy_part(uint to, ulong from, const int size, int bytes)
 {
     #pragma unroll

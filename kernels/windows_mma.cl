@@ -1,6 +1,7 @@
 // Implicit im2col for gemm_mma.cl, before which it comes: the matrix of windows over images is not in memory, and its elements are read
 // from the images. A window's elements are ordered by row and column of the tap, then by channel. Images are channels-last, so that a
-// copy of 16 bytes is inside one tap; taps outside of an image read zeros.
+// copy of 16 bytes is inside one tap; taps outside of an image read zeros. Where rows of a kernel are taps, CHANNELS are the elements of a
+// row, and what is in memory behind its first INSIDE elements reads as zeros.
 //
 // Windows are rows of the left matrix (LEFT), or columns (B_ALONG_K) or rows of the right one, image after image. WINDOWS is the index
 // in p.v of the first parameter: sizes and steps of windows are in pixels, strides of images in elements.
@@ -23,12 +24,13 @@
 #define IMAGE_ROW (int)p.v[WINDOWS + 14]
 #define PIXEL (int)p.v[WINDOWS + 15]
 #define AFTER p.v[WINDOWS + 16]
+#define INSIDE (int)p.v[WINDOWS + 21]
 #define TAP_ROW (DILATION_ROW * IMAGE_ROW)
 #define TAP_COL (DILATION_COL * PIXEL)
 
 // RESULT_OFFSET(j): the offset of the result of window j, or of element j of a window, in elements of the result. Without APART results of
 // an image are contiguous, and AFTER is what is skipped between images. With APART windows have strides of images, rows and columns,
-// and elements have strides of channels and taps; elements of the channels that pad to 16 bytes are not stored (IS_STORED).
+// and elements have strides of channels and taps; elements of the channels and taps that pad to 16 bytes are not stored (IS_STORED).
 #define IS_STORED(j) true
 #if defined(APART) && (LEFT || B_ALONG_K)
 #define RESULT_OFFSET(j) result_offset(p, (uint)(j))
@@ -38,9 +40,11 @@ static inline long result_offset(const params p, uint window)
     return image * AFTER + row * p.v[WINDOWS + 17] + (position - row * GRID_COLS) * p.v[WINDOWS + 18];
 }
 #elif defined(APART)
-#define RESULT_OFFSET(j) ((uint)(j) % CHANNELS * AFTER + (uint)(j) / CHANNELS * p.v[WINDOWS + 18])
+#define PADDED (uint)p.v[WINDOWS + 19] // elements of a pixel
+#define FILLER p.v[WINDOWS + 20]       // pixels of a tap that pad
+#define RESULT_OFFSET(j) ((uint)(j) % PADDED * AFTER + ((uint)(j) / PADDED - (uint)(j) / CHANNELS * FILLER) * p.v[WINDOWS + 18])
 #undef IS_STORED
-#define IS_STORED(j) ((uint)(j) % CHANNELS < p.v[WINDOWS + 17])
+#define IS_STORED(j) ((uint)(j) % PADDED < p.v[WINDOWS + 17] && (uint)(j) % CHANNELS < INSIDE)
 #else
 #define RESULT_OFFSET(j) ((j) + (uint)(j) / GRID * AFTER)
 #endif
@@ -64,6 +68,8 @@ static inline int element_at(const params p, uint tap_row, uint tap_col, uint ch
 {
     return ((int)channel + (int)tap_row * TAP_ROW + (int)tap_col * TAP_COL) * BYTES;
 }
+// How many of 16 bytes that begin at an element of a tap are inside the window.
+static inline int bytes_inside(const params p, uint channel) { return clamp((INSIDE - (int)channel) * BYTES, 0, 16); }
 static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row % MOST_TAPS | 1u << (MOST_TAPS + tap_col % MOST_TAPS); }
 
 // Definitions for the operand that the windows are.
@@ -93,9 +99,10 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
 #if LEFT || B_ALONG_K
 // Windows along m or n: each copy e of a work-item belongs to one window for the whole loop, and moves from tap to tap.
 #define WINDOW_FROM(from, step, e) ((from) + (long)window[e])
-#define WINDOW_INSIDE(e) ((inside[e] & tap) == tap)
+#define WINDOW_INSIDE(e) ((inside[e] & tap) == tap ? bytes_there : 0)
 #define FIRST_WINDOWS                                                                                                  \
     int window[OF(COPIES)];                                                                                            \
+    int bytes_there;                                                                                                   \
     uint inside[OF(COPIES)], channel, tap_row, tap_col, tap;                                                           \
     _Pragma("unroll") for (uint e = 0; e < OF(COPIES); e++)                                                            \
         window[e] = window_at(p, FIRST_WINDOW + t / OF(CHUNKS) + e * (THREADS / OF(CHUNKS)), inside + e);              \
@@ -107,6 +114,7 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
     tap_col = tap_row % KERNEL_COLS;                                                                                   \
     tap_row /= KERNEL_COLS;                                                                                            \
     tap = tap_bits(tap_row, tap_col);                                                                                  \
+    bytes_there = bytes_inside(p, channel);                                                                            \
     FROM += (long)element_at(p, tap_row, tap_col, channel);
 #define NEXT_WINDOWS                                                                                                   \
     FROM += TILE_K * BYTES;                                                                                            \
@@ -122,7 +130,8 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
             NEXT_TAP_ROW                                                                                               \
         }                                                                                                              \
         tap = tap_bits(tap_row, tap_col);                                                                              \
-    }
+    }                                                                                                                  \
+    bytes_there = bytes_inside(p, channel);
 
 #if LEFT && !B_ALONG_K
 // The right matrix is the weight as it is in memory, with strides between its taps. A slice is inside one tap.
@@ -146,7 +155,7 @@ static inline uint tap_bits(uint tap_row, uint tap_col) { return 1u << tap_row %
 #define WINDOWS_AT_ONCE (B_CHUNKS < 32 ? 32 / B_CHUNKS : 1)
 #define LANE_OF_COPY(e) ((e) * WINDOWS_AT_ONCE + lane * WINDOWS_AT_ONCE / 32)
 #define WINDOW_FROM(from, step, e) ((from) + (long)(int)of_lane((uint)window, LANE_OF_COPY(e)))
-#define WINDOW_INSIDE(e) ((of_lane(inside, LANE_OF_COPY(e)) & tap) == tap)
+#define WINDOW_INSIDE(e) ((of_lane(inside, LANE_OF_COPY(e)) & tap) == tap ? 16 : 0)
 #define FIRST_WINDOWS                                                                                                  \
     uint own_window, inside, tap;                                                                                           \
     int window;                                                                                                        \

@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::gemm::{Chosen, Variant};
 use crate::backend::opencl::gemm_mma::{Mma, WindowsAs};
-use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, LARGEST, Matrix, Strided};
+use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, LARGEST, Matrix, Strided, WholeRows};
 use crate::backend::opencl::implicit_gemm::channels_last::{channels_last, is_last, matrix, result};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::{launch_cache, window};
@@ -29,7 +29,7 @@ use crate::tensor::Dims;
 use crate::{DType, Error, MemoryFormat, Result, Shape, Tensor};
 
 /// Parameters of windows that the kernel takes.
-pub(crate) const NUMBERS: usize = 21;
+pub(crate) const NUMBERS: usize = 22;
 
 /// The most rows, and columns, of taps for which the kernel handles padding; for larger kernels images are copied with their padding.
 const MOST_TAPS: usize = 16;
@@ -53,6 +53,7 @@ pub(crate) struct ImplicitGemm {
     n: usize,
     inner: usize,
     outer: usize,
+    whole_rows: Option<WholeRows>,
     /// Whether images or the weight are channels-last, and whether the weight is.
     last: [bool; 2],
     dtype: DType,
@@ -68,6 +69,13 @@ struct Steps {
     dilation: [usize; 2],
     /// Pixels that the first window begins before the image.
     padding: [isize; 2],
+}
+
+impl Steps {
+    /// Rows and columns that all windows read, with those in the padding.
+    fn reach(&self) -> [usize; 2] {
+        [0, 1].map(|d| (self.grid[d] - 1) * self.stride[d] + (self.kernel[d] - 1) * self.dilation[d] + 1)
+    }
 }
 
 /// A phase of the image gradient: rows, or columns, of an image that are a stride apart. They receive the same taps, so that their gradient is
@@ -111,17 +119,20 @@ impl ImplicitGemm {
             return None;
         }
         let outer = outer / groups;
-        let [o, c] = [outer, inner].map(|channels| channels.next_multiple_of(PIECE / size));
-        let along = |d: usize| w.image[d] + w.padding[d] + w.behind[d] + 2 * w.dilation[d] * w.kernel[d];
+        let [o, filled] = [outer, inner].map(|channels| channels.next_multiple_of(PIECE / size));
+        let whole_rows = (groups == 1).then(|| WholeRows::new(&w, inner, size)).flatten();
+        let (c, k) = whole_rows.map_or((filled, kh * kw * filled), |rows| (rows.pixel, kh * rows.row));
+        let along =
+            |d: usize| w.image[d] + w.padding[d] + w.behind[d] + 2 * (w.dilation[d] * w.kernel[d] + w.stride[d]);
         let bytes = [n, groups, o.max(c), along(0), along(1), size].into_iter().try_fold(1, usize::checked_mul)?;
         if o > PADDED * outer || c > PADDED * inner || bytes >= LARGEST {
             return None;
         }
         let device = x.cl_device().ok()?;
-        let made = ImplicitGemm { windows: w, groups, n, inner, outer, last, dtype, device };
+        let made = ImplicitGemm { windows: w, groups, n, inner, outer, whole_rows, last, dtype, device };
         let windows = n * w.grid[0] * w.grid[1];
-        made.choose([outer, windows, kh * kw * c], WindowsAs::Columns, true)?;
-        made.choose([outer, kh * kw * c, windows], WindowsAs::Rows, false)?;
+        made.choose([outer, windows, k], WindowsAs::Columns, true)?;
+        made.choose([outer, k, windows], WindowsAs::Rows, false)?;
         Some(made)
     }
 
@@ -139,6 +150,9 @@ impl ImplicitGemm {
         let w = self.windows;
         let padding = w.padding.map(|p| p as isize);
         let steps = Steps { kernel: w.kernel, grid: w.grid, stride: w.stride, dilation: w.dilation, padding };
+        if let Some(rows) = self.whole_rows {
+            return rows.images(x, steps);
+        }
         let images = Strided::images(x, self.groups);
         let single = w.kernel == [1, 1] && w.padding == [0, 0] && w.stride != [1, 1];
         match images.subsampled(x, &w).filter(|_| single) {
@@ -175,16 +189,15 @@ impl ImplicitGemm {
         (reached, whole)
     }
 
-    /// Writes to `out`, `[N, channels, grid]`, the product of each group of a strided weight with the windows over its channels, plus a bias.
+    /// Writes to `out`, `[N, channels, grid]`, the product of each group of a weight with the windows over its channels, plus a bias.
     /// `apart`: results are not contiguous; `last`: `out` has its channels innermost.
     fn multiply(
         &self,
         (images, steps): (ChannelsLast, Steps),
-        (weight, strided): (&Tensor, Strided),
+        matrix: Matrix,
         bias: Option<&Tensor>,
         (out, apart, last): (&Tensor, bool, bool),
     ) -> Result<()> {
-        let matrix = matrix(weight, strided, last)?;
         let (groups, [n, channels, height, width]) = (self.groups, four(out));
         let (count, windows, k) =
             (channels / groups, n * height * width, steps.kernel[0] * steps.kernel[1] * matrix.channels);
@@ -225,9 +238,7 @@ fn with_taps(t: &Tensor, strided: Strided, steps: Steps) -> Result<(ChannelsLast
     if steps.kernel.iter().all(|&taps| taps <= MOST_TAPS) {
         return Ok((channels_last(t, strided, [0, 0], [rows, columns])?, steps));
     }
-    let Steps { kernel, grid, stride, dilation, padding } = steps;
-    let size = [0, 1].map(|d| (grid[d] - 1) * stride[d] + (kernel[d] - 1) * dilation[d] + 1);
-    Ok((channels_last(t, strided, padding, size)?, Steps { padding: [0, 0], ..steps }))
+    Ok((channels_last(t, strided, steps.padding, steps.reach())?, Steps { padding: [0, 0], ..steps }))
 }
 
 fn declined() -> Error {
@@ -245,10 +256,14 @@ fn launch(
     strides: [isize; 5],
 ) -> Result<()> {
     let Steps { kernel, grid, stride, dilation, padding } = steps;
-    let &ChannelsLast { channels, size: [rows, columns], pixel, .. } = images;
+    let &ChannelsLast { channels, inside, size: [rows, columns], pixel, .. } = images;
     let pairs = [kernel, dilation, stride].into_iter().flatten().map(|n| n as isize).chain(padding);
     let sizes = [rows, columns, grid[0] * grid[1], grid[1], rows * columns * pixel, columns * pixel, pixel];
-    let numbers = std::iter::once(channels as isize).chain(pairs).chain(sizes.map(|n| n as isize)).chain(strides);
+    let numbers = std::iter::once(channels as isize)
+        .chain(pairs)
+        .chain(sizes.map(|n| n as isize))
+        .chain(strides)
+        .chain([inside as isize]);
     let windows: SmallVec<[isize; NUMBERS]> = numbers.collect();
     let device = tensors[0].cl_device()?;
     let epilogue = slice::from_ref(if tensors.len() > 3 { &*BIASED } else { &*PRODUCT });
@@ -282,7 +297,11 @@ impl Convolution for ImplicitGemm {
         let ([n, ..], [o, ..], [rows, columns]) = (four(x), four(weight), self.windows.grid);
         let last = self.last[0] || is_last(x);
         let out = result([n, o, rows, columns], last, false, x)?;
-        self.multiply(self.input(x)?, (weight, Strided::weight(weight, self.groups)), bias, (&out, false, last))?;
+        let matrix = match self.whole_rows {
+            Some(rows) => rows.matrix(weight)?,
+            None => matrix(weight, Strided::weight(weight, self.groups), last)?,
+        };
+        self.multiply(self.input(x)?, matrix, bias, (&out, false, last))?;
         Ok(written(out))
     }
 
@@ -333,8 +352,8 @@ impl Convolution for ImplicitGemm {
                 Some(images) => (images.shallow_clone(), steps),
                 None => with_taps(y, strided, steps)?,
             };
-            let weight = (weight, Strided::weight(weight, self.groups).reversed([rows, columns]));
-            self.multiply(windows, weight, bias, (&out.with_layout(part), stride != [1, 1], last))?;
+            let matrix = matrix(weight, Strided::weight(weight, self.groups).reversed([rows, columns]), last)?;
+            self.multiply(windows, matrix, bias, (&out.with_layout(part), stride != [1, 1], last))?;
         }
         Ok(written(out))
     }
@@ -359,12 +378,15 @@ impl Convolution for ImplicitGemm {
         let [channel, tap] = if last { [1, inner] } else { [taps, 1] };
         let in_order = images.channels == inner && (last || taps == 1);
         let row = inner * taps;
+        // Elements of a pixel, and columns of taps that are filler.
+        let (pixel, filler) =
+            self.whole_rows.map_or((images.channels, 0), |rows| (rows.pixel, rows.row / rows.pixel - kw));
         let lie = [[1, left.pixel, left.channels], [0, 0, images.channels], [row, 1, outer * row]];
-        let sizes = [outer, taps * images.channels, depth];
+        let sizes = [outer, steps.kernel[0] * steps.kernel[1] * images.channels, depth];
         let plan = plan(sizes, groups, lie.map(|steps| steps.map(|step| step as isize)));
         let mma = self.choose(sizes, if in_order { WindowsAs::Rows } else { WindowsAs::RowsApart }, false);
         let mma = mma.ok_or_else(declined)?;
-        let strides = [channel, inner, tap, 0, 0].map(|step| step as isize);
+        let strides = [channel, inner, tap, pixel, filler].map(|step| step as isize);
         launch(mma, plan, &[&left.tensor, &images.tensor, &out], &images, steps, strides)?;
         Ok(written(out))
     }

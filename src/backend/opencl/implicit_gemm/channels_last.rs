@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{bits_type, flag};
-use crate::backend::opencl::implicit_gemm::{PIECE, Phase};
+use crate::backend::opencl::implicit_gemm::{PIECE, Phase, Steps};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::windows::{Windows, four};
 use crate::device::opencl::Arg;
@@ -34,12 +34,52 @@ pub(super) struct Strided {
 /// Images with contiguous channels, those of a group padded to a multiple of 16 bytes.
 pub(super) struct ChannelsLast {
     pub(super) tensor: Tensor,
-    /// Channels of a group.
+    /// Elements of a tap: the channels of a group, or, where rows of a kernel are taps, those of a row.
     pub(super) channels: usize,
+    /// How many of them are multiplied; the kernel reads zeros in the place of the others.
+    pub(super) inside: usize,
     /// Rows and columns.
     pub(super) size: [usize; 2],
     /// Elements from one pixel to the next, of all images.
     pub(super) pixel: usize,
+}
+
+/// Rows of a kernel as taps, for images of few channels: these are padded only so far that windows, which are a stride apart, begin at
+/// multiples of 16 bytes. A row of a window is contiguous, and is padded to a multiple of 16 bytes instead of each of its pixels.
+#[derive(Clone, Copy)]
+pub(super) struct WholeRows {
+    /// Elements of a pixel and of a row of a kernel, with padding.
+    pub(super) pixel: usize,
+    pub(super) row: usize,
+}
+
+impl WholeRows {
+    /// None where it would not make k smaller.
+    pub(super) fn new(w: &Windows, channels: usize, size: usize) -> Option<WholeRows> {
+        let piece = PIECE / size;
+        let pixel = channels.next_power_of_two().max(piece >> w.stride[1].trailing_zeros().min(piece.ilog2()));
+        let row = (w.kernel[1] * pixel).next_multiple_of(piece);
+        (pixel < piece && w.kernel[1] > 1 && w.dilation[1] == 1).then_some(WholeRows { pixel, row })
+    }
+
+    /// Copies images with their padding. Pixels that are a stride apart are the pixels of windows with one column of taps.
+    pub(super) fn images(self, t: &Tensor, steps: Steps) -> Result<(ChannelsLast, Steps)> {
+        let WholeRows { pixel, row } = self;
+        let [rows, _] = steps.reach();
+        let stride = steps.stride[1];
+        let across = steps.grid[1] - 1 + row.div_ceil(pixel * stride);
+        let tensor = padded(t, Strided::images(t, 1), steps.padding, [rows, across * stride], pixel)?;
+        let inside = steps.kernel[1] * pixel;
+        let one = |[rows, _]: [usize; 2]| [rows, 1];
+        let images = ChannelsLast { tensor, channels: row, inside, size: [rows, across], pixel: pixel * stride };
+        let [kernel, stride, dilation] = [steps.kernel, steps.stride, steps.dilation].map(one);
+        Ok((images, Steps { kernel, stride, dilation, padding: [0, 0], ..steps }))
+    }
+
+    pub(super) fn matrix(self, weight: &Tensor) -> Result<Matrix> {
+        let WholeRows { pixel, row } = self;
+        Ok(Matrix { channels: row, ..copied_matrix(weight, Strided::weight(weight, 1), row / pixel, pixel)? })
+    }
 }
 
 impl ChannelsLast {
@@ -169,44 +209,65 @@ pub(super) fn result(dims: [usize; 4], last: bool, zeros: bool, t: &Tensor) -> R
 
 /// Images as `[N, size, groups, channels]`, with `before` zero rows and columns in front; negative numbers crop.
 pub(super) fn channels_last(t: &Tensor, view: Strided, before: [isize; 2], size: [usize; 2]) -> Result<ChannelsLast> {
-    let [n, groups, each, rows, columns] = view.dims;
+    let [_, groups, each, rows, columns] = view.dims;
     let without_copy = view.pixels(t).filter(|_| before == [0, 0] && size == [rows, columns]);
     if let Some(pixel) = without_copy {
-        return Ok(ChannelsLast { tensor: t.shallow_clone(), channels: each, size, pixel });
+        return Ok(ChannelsLast { tensor: t.shallow_clone(), channels: each, inside: each, size, pixel });
     }
     let channels = each.next_multiple_of(PIECE / t.dtype.size());
+    let tensor = padded(t, view, before, size, channels)?;
+    Ok(ChannelsLast { tensor, channels, inside: channels, size, pixel: groups * channels })
+}
+
+/// A copy of images, as [`channels_last`] gives it, with so many channels for each group.
+fn padded(t: &Tensor, view: Strided, before: [isize; 2], size: [usize; 2], channels: usize) -> Result<Tensor> {
+    let [n, groups, ..] = view.dims;
     let pixel = groups * channels;
     let tensor = Tensor::empty_like_shape([n, size[0], size[1], pixel], t.dtype, t.device())?;
-    copy(t, view, before, size, &tensor, [size[0] * size[1] * pixel, channels, pixel])?;
-    Ok(ChannelsLast { tensor, channels, size, pixel })
+    copy(t, view, (before, size, channels), &tensor, [size[0] * size[1] * pixel, channels, pixel])?;
+    Ok(tensor)
 }
 
 /// A strided weight as a matrix, without a copy where products can read it; with `rows` its rows may be contiguous instead of its channels.
 pub(super) fn matrix(weight: &Tensor, view: Strided, rows: bool) -> Result<Matrix> {
-    let [count, groups, each, kh, kw] = view.dims;
+    let [.., each, _, kw] = view.dims;
     if let Some((channel, [row, group], taps)) = view.as_matrix(weight, rows) {
         let offset = weight.layout.offset.wrapping_add_signed(view.skip);
         let tensor = weight.with_layout(Layout { offset, ..weight.layout.clone() });
         return Ok(Matrix { tensor, channels: each, channel, row, group, taps });
     }
-    let channels = each.next_multiple_of(PIECE / weight.dtype.size());
-    let tensor = Tensor::empty_like_shape([groups, count, kh * kw, channels], weight.dtype, weight.device())?;
-    let row = kh * kw * channels;
-    copy(weight, view, [0, 0], [kh, kw], &tensor, [row, count * row, channels])?;
+    copied_matrix(weight, view, kw, each.next_multiple_of(PIECE / weight.dtype.size()))
+}
+
+/// A copy of a strided weight as a matrix, whose taps have so many columns and channels.
+fn copied_matrix(weight: &Tensor, view: Strided, columns: usize, channels: usize) -> Result<Matrix> {
+    let [count, groups, _, kh, _] = view.dims;
+    let row = kh * columns * channels;
+    let tensor = Tensor::empty_like_shape([groups, count, row], weight.dtype, weight.device())?;
+    copy(weight, view, ([0, 0], [kh, columns], channels), &tensor, [row, count * row, channels])?;
     let [row, group] = [row, count * row].map(|step| step as isize);
     Ok(Matrix { tensor, channels, channel: 1, row, group, taps: [0, 0] })
 }
 
-/// Launches `kernels/channels_last.cl`; `to` has the strides of the copy: of images, groups and pixels.
-fn copy(t: &Tensor, view: Strided, before: [isize; 2], size: [usize; 2], out: &Tensor, to: [usize; 3]) -> Result<()> {
+/// Launches `kernels/channels_last.cl`, which copies with `padded` channels; `to` has the strides of the copy: of images, groups and pixels.
+fn copy(
+    t: &Tensor,
+    view: Strided,
+    (before, size, padded): ([isize; 2], [usize; 2], usize),
+    out: &Tensor,
+    to: [usize; 3],
+) -> Result<()> {
     let (device, bytes) = (t.cl_device()?, t.dtype.size());
     let [n, groups, each, rows, columns] = view.dims;
-    let (piece, padded) = (PIECE / bytes, each.next_multiple_of(PIECE / bytes));
+    let piece = PIECE / bytes;
     let (pixels, contiguous) = (size[0] * size[1], view.strides[2] == 1 && each > 1);
     let channels = padded.next_power_of_two().min(CHANNELS);
-    let tile = if pixels < PIXELS[0] { PIXELS[1] } else { PIXELS[0] };
-    // Each work-item reads at least one element.
-    let tile = tile.max(GROUP / channels);
+    // Where pieces have all channels of their pixels, each work-item has one piece.
+    let tile = match channels <= piece {
+        true => GROUP * piece / channels,
+        false if pixels < PIXELS[0] => PIXELS[1],
+        false => PIXELS[0],
+    };
     let params = [bytes, channels, tile, contiguous as usize].map(|n| n as u64);
     let kernel = kernel(device, KernelKey::new("channels_last", &params), "channels_last", || {
         let contiguous = flag(contiguous, "CONTIGUOUS");

@@ -41,7 +41,7 @@ __kernel void gemm(const __global CAT(A, _t)* a, const __global CAT(B, _t)* b, c
             const uint tap = element / CHANNELS, channel = element % CHANNELS, r = tap / KERNEL_COLS, c = tap % KERNEL_COLS;
             uint inside;
             const long at = window_at(p, window, &inside) + element_at(p, r, c, channel);
-            if ((inside & tap_bits(r, c)) != tap_bits(r, c)) continue;
+            if ((inside & tap_bits(r, c)) != tap_bits(r, c) || (LEFT || B_ALONG_K) && bytes_inside(p, channel) == 0) continue;
 #if LEFT
             const float x = CAT(load_, A)(a, a0 + at / BYTES);
 #if B_ALONG_K
@@ -156,6 +156,13 @@ fn convolutions_and_their_gradients() {
         Case::new(2, [24, 64], [8, 7], [1, 1]).with([2, 2], none, one, 1), // pixels that no window reaches
         Case::new(1, [16, 32], [3, 40], [1, 20]).with(one, [0, 9], one, 1), // more columns of taps than bits
         Case::new(1, [16, 64], [3, 40], [2, 35]).with([1, 2], [1, 30], one, 1),
+        // Rows of kernels as taps.
+        Case::new(2, [3, 64], [10, 13], [7, 7]).with([2, 2], [3, 3], one, 1),
+        Case::new(1, [4, 16], [10, 13], [4, 6]).with([1, 2], [2, 7], [2, 1], 1),
+        Case::new(2, [2, 24], [9, 17], [7, 10]).with([2, 4], [1, 2], one, 1),
+        Case::new(1, [1, 16], [17, 23], [11, 11]).with([4, 4], [0, 2], one, 1),
+        Case::new(2, [3, 32], [16, 17], [8, 8]).with([8, 8], none, one, 1),
+        Case::new(1, [3, 16], [20, 23], [17, 18]).with([3, 2], [1, 0], one, 1),
     ];
     let device = Device::OpenCL(0);
     for (i, case) in cases.iter().enumerate() {
@@ -203,6 +210,7 @@ fn channels_last_takes_no_copies() {
         (Case::new(2, [32, 64], [8, 8], [1, 1]).with([2, 2], none, one, 1), [1, 1, 1]), // and zeros
         (Case::new(2, [32, 24], [8, 8], [3, 3]).with(one, one, one, 1), [1, 2, 1]), // taps of the weight that are no whole slices
         (Case::new(2, [12, 64], [9, 9], [3, 3]).with(one, one, one, 1), [3, 2, 2]), // channels that are filled up
+        (Case::new(2, [12, 64], [9, 9], [3, 3]).with([2, 2], one, one, 1), [3, 8, 2]),
     ];
     for (i, (case, want)) in cases.into_iter().enumerate() {
         let Case { n, channels: [c, o], image: [h, w], kernel: [kh, kw], .. } = case;
@@ -230,6 +238,33 @@ fn channels_last_takes_no_copies() {
         for (made, like) in results.iter().zip([&y, &x, &weight]) {
             assert_eq!(is_last(made), is_last(like), "case {i}");
         }
+    }
+}
+
+/// Images that are views, and an infinity in them, which only the windows that have it may see.
+#[test]
+fn whole_rows_of_few_channels() {
+    if opencl::count() == 0 {
+        return;
+    }
+    let run = |device| {
+        let x = whole(&[2, 6, 12, 21], 1, DType::F16, device);
+        let hole = Tensor::full(&[1], f32::INFINITY, device).unwrap().to_dtype(DType::F16).unwrap();
+        x.narrow(2, 5, 1).unwrap().narrow(3, 9, 1).unwrap().copy_(&hole.reshape([1, 1, 1, 1]).unwrap()).unwrap();
+        let weight = whole(&[16, 3, 5, 5], 4, DType::F16, device) + 3.0;
+        let options = ConvOptions { stride: [1, 2], padding: [0, 1].into(), ..ConvOptions::default() };
+        let odd = x.narrow(1, 1, 3).unwrap().narrow(3, 1, 19).unwrap();
+        let views = [x.slice(1, 0, 6, 2).unwrap(), odd.flip(&[3]).unwrap(), odd.transpose(2, 3).unwrap(), odd];
+        views.map(|x| {
+            let y = x.conv2d(&weight, None, options).unwrap().to_dtype(DType::F32).unwrap();
+            y.to_device(Device::Cpu).unwrap().to_vec::<f32>().unwrap()
+        })
+    };
+    let (want, got) = (run(Device::Cpu), pretending(|| run(Device::OpenCL(0))));
+    for (want, got) in want.iter().zip(&got) {
+        let finite = want.iter().filter(|y| y.is_finite()).count();
+        assert!((1..want.len()).contains(&finite));
+        assert_eq!(got, want);
     }
 }
 
@@ -292,6 +327,9 @@ fn what_is_left_to_columns() {
     assert_eq!(of(plain([64, 64], [3, 3]).with([2, 1], none, [2, 1], 1), DType::F16), Some(false));
     assert_eq!(of(plain([3, 64], [7, 7]), DType::F16), Some(false));
     assert_eq!(of(plain([2, 64], [7, 7]), DType::F16), None);
+    assert_eq!(of(plain([2, 64], [7, 7]).with([1, 2], none, one, 1), DType::F16), Some(false));
+    assert_eq!(of(plain([1, 64], [7, 7]).with([1, 2], none, one, 1), DType::F16), None);
+    assert_eq!(of(plain([1, 64], [7, 7]).with([1, 4], none, one, 1), DType::F16), Some(false));
     assert_eq!(of(plain([64, 2], [3, 3]), DType::F16), None);
     assert_eq!(of(plain([64, 64], [1, 1]), DType::F16), None);
     assert_eq!(of(Case { image: [7, 7], ..plain([64, 64], [1, 1]) }, DType::F16), Some(true));
