@@ -70,7 +70,7 @@ impl Case {
     }
 }
 
-const CASES: [Case; 25] = [
+const CASES: [Case; 28] = [
     case(2, [16, 24], [7, 9], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
     case(2, [64, 64], [8, 16], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
     case(1, [40, 136], [16, 16], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
@@ -96,6 +96,9 @@ const CASES: [Case; 25] = [
     case(1, [16, 32], [4, 40], [1, 20]).moves([1, 1], [0, 9], [1, 1]), // more columns of taps than bits
     case(2, [124, 64], [12, 12], [1, 1]).moves([2, 2], [0, 0], [1, 1]), // channels that are filled up to a tile
     case(2, [252, 128], [12, 12], [1, 1]).moves([2, 2], [0, 0], [1, 1]),
+    case(2, [2, 40], [13, 22], [5, 7]).moves([1, 4], [2, 1], [1, 1]), // rows of the kernel as taps
+    case(2, [3, 96], [20, 20], [4, 4]).moves([4, 4], [0, 0], [1, 1]),
+    case(2, [3, 72], [14, 13], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // an image gradient of blocks
 ];
 
 #[test]

@@ -3,6 +3,7 @@
 //!
 //! Results are channels-last where the images or the weight are. Windows are then rows of the left matrix, else columns of the right one.
 
+mod blocks;
 mod channels_last;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -13,6 +14,7 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::gemm::{Chosen, Variant};
 use crate::backend::opencl::gemm_mma::{Mma, WindowsAs};
+use crate::backend::opencl::implicit_gemm::blocks::Blocks;
 use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, LARGEST, Matrix, Strided, WholeRows};
 use crate::backend::opencl::implicit_gemm::channels_last::{channels_last, is_last, matrix, result};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
@@ -159,6 +161,11 @@ impl ImplicitGemm {
             Some(pixels) => Ok((channels_last(x, pixels, [0, 0], w.grid)?, Steps { stride: [1, 1], ..steps })),
             None => with_taps(x, images, steps),
         }
+    }
+
+    /// The blocks of pixels of which the image gradient is made, where its channels are too few for a product.
+    fn blocks(&self) -> Option<Blocks> {
+        (self.groups == 1).then(|| Blocks::new(&self.windows, self.inner)).flatten()
     }
 
     /// The phases of the rows of images, or of the columns.
@@ -310,10 +317,14 @@ impl Convolution for ImplicitGemm {
     fn makes_images(&self, biased: bool) -> bool {
         let Windows { kernel, stride, .. } = self.windows;
         let (count, last) = (stride[0] * stride[1], self.last[0]);
+        let filled = self.outer.next_multiple_of(PIECE / self.dtype.size());
+        if let Some(blocks) = self.blocks() {
+            let sizes = blocks.sizes(self.n, self.inner, filled);
+            return !biased && self.choose(sizes, WindowsAs::Left, true).is_some();
+        }
         if count > PHASES || !last && count > 1 && kernel[0] * kernel[1] < TAPS * count {
             return false;
         }
-        let filled = self.outer.next_multiple_of(PIECE / self.dtype.size());
         let has_kernel = |[rows, columns]: &[Phase; 2]| {
             let (windows, k) = (self.n * rows.count * columns.count, rows.taps * columns.taps * filled);
             self.choose([self.inner, windows, k], WindowsAs::Columns, true).is_some()
@@ -322,12 +333,19 @@ impl Convolution for ImplicitGemm {
         (whole || last && !biased) && phases.iter().all(has_kernel)
     }
 
-    /// Of each phase, a convolution of windows that are next to each other: with the padding that brings every element to the windows it
-    /// is in, and the taps that it has there.
+    /// By blocks, or of each phase a convolution of windows that are next to each other: with the padding that brings every element to the
+    /// windows it is in, and the taps that it has there.
     fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| of_convolution("conv_transpose2d", &self.windows, y, weight));
         let ([n, ..], [h, w], stride) = (four(y), self.windows.image, self.windows.stride);
         let (channels, last) = (self.groups * self.inner, self.last[0] || is_last(y));
+        if let Some(blocks) = self.blocks() {
+            let (windows, matrix) = (with_taps(y, Strided::images(y, 1), blocks.steps())?, blocks.matrix(weight)?);
+            let [rows, columns] = windows.1.grid;
+            let out = result([n, blocks.sizes(n, self.inner, 1)[1], rows, columns], true, false, y)?;
+            self.multiply(windows, matrix, None, (&out, false, true))?;
+            return blocks.images(&out, [h, w], last).map(written);
+        }
         let (phases, whole) = self.reached();
         let out = result([n, channels, h, w], last, !whole, y)?;
         let step = |d: usize| out.strides()[d].unsigned_abs();

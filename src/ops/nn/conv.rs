@@ -49,6 +49,8 @@ impl Tensor {
     ///
     /// The result is contiguous, but on tensor cores [`MemoryFormat::ChannelsLast`](crate::MemoryFormat::ChannelsLast) if x or the weight is, as
     /// PyTorch has it. If both are, and their channels fill whole pieces of 16 bytes, that is one launch, without copies.
+    /// An infinity or NaN in the result's gradient may reach the gradients of a few pixels around its window there, where x has fewer than eight
+    /// channels.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Padding, Tensor};

@@ -29,7 +29,7 @@ impl Blocks {
     /// None for other images.
     pub(super) fn new(w: &Windows, channels: usize) -> Option<Blocks> {
         let &Windows { image, kernel, stride, padding, .. } = w;
-        let most = (ELEMENTS / (stride[0] * stride[1] * channels)).isqrt();
+        let most = (ELEMENTS / channels / stride[0] / stride[1]).isqrt();
         if channels > CHANNELS || most == 0 || w.dilation != [1, 1] {
             return None;
         }

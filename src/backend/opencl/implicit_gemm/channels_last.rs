@@ -220,7 +220,13 @@ pub(super) fn channels_last(t: &Tensor, view: Strided, before: [isize; 2], size:
 }
 
 /// A copy of images, as [`channels_last`] gives it, with so many channels for each group.
-fn padded(t: &Tensor, view: Strided, before: [isize; 2], size: [usize; 2], channels: usize) -> Result<Tensor> {
+pub(super) fn padded(
+    t: &Tensor,
+    view: Strided,
+    before: [isize; 2],
+    size: [usize; 2],
+    channels: usize,
+) -> Result<Tensor> {
     let [n, groups, ..] = view.dims;
     let pixel = groups * channels;
     let tensor = Tensor::empty_like_shape([n, size[0], size[1], pixel], t.dtype, t.device())?;
