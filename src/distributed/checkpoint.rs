@@ -1,5 +1,5 @@
-//! Checkpoints of a job: one file, or one of every rank in a folder. Of a tensor that the ranks have in parts, each part has a
-//! name that says which elements these are.
+//! Checkpoints of a job: one file, or a folder with one file of each rank. The part that a rank has of a sharded tensor is saved
+//! under a name that says which elements it has.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,23 +9,23 @@ use super::Group;
 use crate::io::{self, StateDict, Stateful};
 use crate::{DType, Device, Error, Excerpt, Result, Tensor};
 
-/// Which elements of a tensor a rank has.
+/// The elements of a sharded tensor that one rank has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Of the flat tensor.
+    /// Their range in the flattened tensor.
     pub elements: Range<usize>,
-    /// Of the whole tensor.
+    /// The shape of the full tensor.
     pub shape: Vec<usize>,
 }
 
 impl Piece {
-    /// The name of these elements of the tensor `name`.
+    /// The name under which these elements of the tensor `name` are saved, such as `exp_avg[0..5 of 4x3]`.
     pub fn name(&self, name: &str) -> String {
         let dims: Vec<String> = self.shape.iter().map(usize::to_string).collect();
         format!("{name}[{}..{} of {}]", self.elements.start, self.elements.end, dims.join("x"))
     }
 
-    /// What [`name`](Self::name) was given.
+    /// The inverse of [`name`](Self::name): the tensor's name and the elements.
     fn parse(name: &str) -> Option<(&str, Piece)> {
         let (name, piece) = name.strip_suffix(']')?.rsplit_once('[')?;
         let (elements, shape) = piece.split_once(" of ")?;
@@ -35,15 +35,15 @@ impl Piece {
         Some((name, Piece { elements, shape: dims.collect::<Option<_>>()? }))
     }
 
-    /// The name of the tensor that an entry of this name is, or has elements of.
+    /// The name of the tensor to which an entry of a state belongs.
     pub fn tensor(name: &str) -> &str {
         Piece::parse(name).map_or(name, |(tensor, _)| tensor)
     }
 
-    /// These elements, flat, of a state that has the whole tensor or them alone; None where it has neither.
+    /// These elements, flat, from a state that has the full tensor or this piece; None where it has neither.
     pub fn of(&self, state: &StateDict, name: &str) -> Result<Option<Tensor>> {
         let Some(whole) = state.get(name) else {
-            let none = || Tensor::zeros(0, Device::Cpu); // is not saved
+            let none = || Tensor::zeros(0, Device::Cpu); // empty pieces are not saved
             let nothing = self.elements.is_empty().then(none).transpose()?;
             return Ok(state.get(&self.name(name)).map(Tensor::detach).or(nothing));
         };
@@ -56,8 +56,8 @@ impl Piece {
     }
 }
 
-/// The state with its pieces put together to whole tensors.
-fn joined(state: StateDict) -> Result<StateDict> {
+/// The state with pieces concatenated to full tensors.
+fn unsharded(state: StateDict) -> Result<StateDict> {
     let (mut whole, mut pieces) = (StateDict::new(), BTreeMap::<String, Vec<(Piece, Tensor)>>::new());
     for (name, tensor) in state {
         match Piece::parse(&name) {
@@ -83,8 +83,8 @@ fn joined(state: StateDict) -> Result<StateDict> {
     Ok(whole)
 }
 
-/// What this rank did, once all ranks have done it; an error on every rank where one of them failed.
-fn agreed<R>(op: &'static str, group: &Group, done: Result<R>) -> Result<R> {
+/// Waits until all ranks have called it. An error on every rank where `done` is one on any of them, else this rank's value.
+fn all_succeeded<R>(op: &'static str, group: &Group, done: Result<R>) -> Result<R> {
     let failed = Tensor::from_slice(&[u8::from(done.is_err())], 1, Device::Cpu)?;
     let all = group.all_gather(&failed)?.to_vec::<u8>()?;
     let done = done?;
@@ -98,10 +98,10 @@ fn fail(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> Error 
     Error::invalid(op, format!("{}: {reason}", path.display()))
 }
 
-/// Saves what a job goes on from in one file, which rank 0 writes, as [`io::save_checkpoint`] does; of a
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) it has what the whole optimiser would save, so that one process
-/// can go on from it as well. All ranks call it, and it returns when the file is there. What is not divided among the ranks is
-/// saved as rank 0 has it.
+/// Saves a checkpoint of a job in one file, which rank 0 writes as [`io::save_checkpoint`] does. The parts of a
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) are saved as one optimiser's state, so that a single process can
+/// resume from the file as well; state that is not sharded is saved as rank 0 has it. All ranks call it, and it returns when the
+/// file is complete.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group};
@@ -119,17 +119,17 @@ fn fail(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> Error 
 /// ```
 ///
 /// # Errors
-/// As [`io::save_checkpoint`], on the rank that has it; [`Error::Rank`] on the others.
+/// Those of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the others.
 pub fn save_checkpoint(path: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     let op = "save_checkpoint";
-    let state = agreed(op, group, StateDict::from_parts(parts))?;
-    let all = at_rank_0(group, state)?;
-    let saved = all.map_or(Ok(()), |all| io::save(path, &joined(all)?));
-    agreed(op, group, saved)
+    let state = all_succeeded(op, group, StateDict::from_parts(parts))?;
+    let all = gather_at_rank_0(group, state)?;
+    let saved = all.map_or(Ok(()), |all| io::save(path, &unsharded(all)?));
+    all_succeeded(op, group, saved)
 }
 
-/// Rank 0's state with the pieces of the others; none on those.
-fn at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateDict>> {
+/// On rank 0 its state with the pieces of all other ranks; none on these.
+fn gather_at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateDict>> {
     let count = |n: usize| Tensor::from_slice(&[n as i64], 1, Device::Cpu);
     if group.rank() > 0 {
         let pieces: StateDict = state.into_iter().filter(|(name, _)| Piece::parse(name).is_some()).collect();
@@ -158,19 +158,19 @@ fn at_rank_0(group: &Group, mut state: StateDict) -> Result<Option<StateDict>> {
     state.into_iter().map(on_host).collect::<Result<_>>().map(Some)
 }
 
-/// The file of a folder that says which of the others are the checkpoint: it is replaced last.
+/// The file that names the current checkpoint of a folder. It is replaced last.
 const INDEX: &str = "index.safetensors";
 
-/// The ranks' files of a checkpoint.
+/// The contents of [`INDEX`], from which the names of the ranks' files follow.
 #[derive(Debug, Default)]
 struct Index {
-    /// How many checkpoints the folder has had.
+    /// The number of checkpoints that were saved in the folder.
     generation: u64,
     ranks: usize,
 }
 
 impl Index {
-    /// Of a folder that has none the one before the first.
+    /// Generation 0 where the folder has no index.
     fn read(folder: &Path) -> Result<Index> {
         let (path, mut index) = (folder.join(INDEX), Index::default());
         if path.exists() {
@@ -188,7 +188,7 @@ impl Index {
         format!("{}-rank-{rank}-of-{}.safetensors", self.generation, self.ranks)
     }
 
-    /// Removes what earlier checkpoints left in the folder, whole or not.
+    /// Removes the files of earlier checkpoints, complete or not.
     fn remove_others(&self, folder: &Path) -> std::io::Result<()> {
         let own: Vec<String> = (0..self.ranks).map(|rank| self.file(rank)).collect();
         for entry in std::fs::read_dir(folder)? {
@@ -211,9 +211,9 @@ fn is_shard(name: &str) -> bool {
     numbers.is_some_and(|numbers| numbers.iter().all(|n| n.parse::<u64>().is_ok()))
 }
 
-/// Saves what a job goes on from in a folder, which all machines see: every rank writes a file of its own with its part of each
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), rank 0 also what is not divided. All ranks call it. The folder
-/// has the checkpoint before until every file of this one is on the disk.
+/// Saves a checkpoint of a job in a folder of a file system that all ranks share. Every rank writes a file with its part of each
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), rank 0 also the state that is not sharded. All ranks call it. The
+/// folder keeps the checkpoint before until every file of this one is complete.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group, ZeroRedundancyOptimizer};
@@ -232,7 +232,7 @@ fn is_shard(name: &str) -> bool {
 /// ```
 ///
 /// # Errors
-/// As [`io::save_checkpoint`], on the rank that has it; [`Error::Rank`] on the others.
+/// Those of [`io::save_checkpoint`] on the rank that fails; [`Error::Rank`] on the others.
 pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &[(&str, &dyn Stateful)]) -> Result<()> {
     let (op, folder) = ("save_sharded_checkpoint", folder.as_ref());
     let begun = || {
@@ -240,24 +240,25 @@ pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &
         let generation = if group.rank() == 0 { Index::read(folder)?.generation + 1 } else { 0 };
         Ok((StateDict::from_parts(parts)?, Tensor::from_slice(&[generation as i64], 1, Device::Cpu)?))
     };
-    let (state, generation) = agreed(op, group, begun())?;
+    let (state, generation) = all_succeeded(op, group, begun())?;
     group.broadcast(&generation, 0)?;
     let index = Index { generation: generation.item::<i64>()? as u64, ranks: group.size() };
     let is_own = |name: &str| group.rank() == 0 || Piece::parse(name).is_some();
     let own: StateDict = state.into_iter().filter(|(name, _)| is_own(name)).collect();
-    agreed(op, group, io::save(folder.join(index.file(group.rank())), &own))?;
+    all_succeeded(op, group, io::save(folder.join(index.file(group.rank())), &own))?;
     let committed = || {
         index.write(folder)?;
         index.remove_others(folder).map_err(|e| fail(op, folder, e))
     };
-    agreed(op, group, if group.rank() == 0 { committed() } else { Ok(()) })
+    all_succeeded(op, group, if group.rank() == 0 { committed() } else { Ok(()) })
 }
 
-/// Goes on from what [`save_checkpoint`] or [`save_sharded_checkpoint`] saved, on as many ranks as there are now, or in one
-/// process without a group. Every rank reads all of it, and has it in the host's memory meanwhile.
+/// Loads a checkpoint of [`save_checkpoint`] or [`save_sharded_checkpoint`], on any number of ranks or in one process without a
+/// group. Every rank reads the full checkpoint into host memory and takes its part.
 ///
 /// # Errors
-/// As [`io::load_checkpoint`]; [`Error::Invalid`] for a folder without a checkpoint and for parts of a tensor that are missing.
+/// Those of [`io::load_checkpoint`]; [`Error::Invalid`] for a folder without a checkpoint and for a sharded tensor that is
+/// incomplete.
 pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
     let (op, path) = ("load_checkpoint", path.as_ref());
     if !path.is_dir() {
@@ -270,7 +271,7 @@ pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stat
     let files: Vec<PathBuf> = (0..index.ranks).map(|rank| path.join(index.file(rank))).collect();
     let mut state = StateDict::new();
     files.iter().try_for_each(|file| io::load(file, Device::Cpu).map(|part| state.merge(part)))?;
-    joined(state)?.load_parts(parts).map_err(|e| match e {
+    unsharded(state)?.load_parts(parts).map_err(|e| match e {
         Error::Invalid { reason, .. } => fail(op, path, reason),
         e => e,
     })

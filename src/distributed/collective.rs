@@ -1,8 +1,8 @@
-//! How collectives go over a transport, on the bytes of tensors: in slices, each brought to the host, exchanged, reduced and
-//! brought back, so that no more of the host's memory is needed than for a few. What is exchanged is a [`Plan`], which several
-//! threads follow at once where all ranks are of one machine.
+//! The algorithms of the collectives, on the bytes of tensors. These are cut into slices, and each slice is copied to the host,
+//! exchanged, reduced and copied back, so that staging buffers for a few slices suffice. The exchange of a slice follows a
+//! [`Plan`], which several threads carry out concurrently where all ranks are on one machine.
 //!
-//! A *part* of a slice is what one rank reduces and then gives to all.
+//! A *part* of a slice is what one rank reduces and then sends to all.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -13,33 +13,31 @@ use super::staging::{Buffers, Staging, Steps};
 use super::transport::{Call, Transport};
 use crate::{DType, Device, Error, Result, Stream, Tensor};
 
-/// Which ranks of the job a group has, and this one's part in it.
+/// The ranks of a group, and what this one keeps for its collectives.
 pub(super) struct Membership {
     /// This rank's number in the group.
     pub rank: usize,
-    /// The group's ranks as those of the job.
+    /// For each rank of the group its number in the job.
     pub ranks: Vec<usize>,
-    /// What tells the group's messages from others'.
+    /// Distinguishes the group's messages from those of other groups (MPI's context id).
     pub context: u32,
     pub device: Device,
-    /// What the collectives' copies run on, beside the work of others.
+    /// The stream of the collectives' copies, which overlap work on other streams.
     pub stream: Stream,
     /// Whether calls are compared with the other ranks'.
     pub debug: bool,
     buffers: Buffers,
-    /// Words of the blocks beside the slices' buffers, kept from one collective to the next.
-    beside: Mutex<Vec<u64>>,
+    /// The memory of scratch blocks, kept from one collective to the next.
+    scratch: Mutex<Vec<u64>>,
 }
 
 impl Membership {
     pub(super) fn new(rank: usize, ranks: Vec<usize>, context: u32, device: Device, debug: bool) -> Result<Membership> {
-        let (stream, buffers, beside) = (Stream::new(device)?, Buffers::default(), Mutex::default());
-        Ok(Membership { rank, ranks, context, device, stream, debug, buffers, beside })
+        let (stream, buffers, scratch) = (Stream::new(device)?, Buffers::default(), Mutex::default());
+        Ok(Membership { rank, ranks, context, device, stream, debug, buffers, scratch })
     }
-}
 
-impl Membership {
-    /// Does one call of the group's. Where it fails this rank leaves the job, for the others wait for it.
+    /// Runs one call of the group. Where it fails this rank leaves the job, because the others wait for it.
     pub(super) fn call<R>(
         &self,
         transport: &mut dyn Transport,
@@ -57,7 +55,7 @@ impl Membership {
     }
 }
 
-/// This rank in a group, for one call.
+/// A rank of a group during one call.
 pub(super) struct Member<'a> {
     transport: &'a mut dyn Transport,
     of: &'a Membership,
@@ -82,13 +80,13 @@ impl Member<'_> {
         Call { op: self.op, context: self.of.context }
     }
 
-    /// What rank p of the group sends or receives: its number in the job, and a block.
-    fn with(&self, p: usize, block: usize) -> (usize, usize) {
+    /// A message to or from rank p of the group: its number in the job, and the block.
+    fn message(&self, p: usize, block: usize) -> (usize, usize) {
         (self.of.ranks[p], block)
     }
 
-    /// Does the steps of a collective with the slices of tensors of a device, through buffers of so many bytes. Of each slice the
-    /// blocks of the plan, those in the buffer, are what `blocks` gives, one behind the other.
+    /// Reads, exchanges and writes each slice of tensors on a device, through staging buffers of so many bytes. `blocks` gives the
+    /// ranges of the plan's blocks in the buffer for a slice, in ascending order.
     fn in_slices<R, W>(
         &mut self,
         device: Device,
@@ -107,19 +105,19 @@ impl Member<'_> {
             Some(lanes) => (lanes.count(), PIECE),
             None => (1, usize::MAX),
         };
-        let beside = if plan.phases.iter().any(|phase| phase.reduces.is_some()) { self.size() - 1 } else { 0 };
-        let mut words = of.beside.lock().unwrap_or_else(PoisonError::into_inner);
+        let scratch = if plan.phases.iter().any(|phase| phase.reduces.is_some()) { self.size() - 1 } else { 0 };
+        let mut words = of.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let exchange = |host: &mut [u8], slice: Range<usize>| {
             let blocks = blocks_of(host, blocks(&slice));
             let block = piece.min(blocks[plan.own].len()).next_multiple_of(ALIGN).max(ALIGN);
-            if words.len() * 8 < block * beside * lanes {
-                *words = vec![0; block * beside * lanes / 8];
+            if words.len() * 8 < block * scratch * lanes {
+                *words = vec![0; block * scratch * lanes / 8];
             }
             let mut chunks = bytemuck::cast_slice_mut::<u64, u8>(&mut words).chunks_mut(block);
-            let beside = (0..lanes).map(|_| chunks.by_ref().take(beside).collect()).collect();
-            let lanes = plan::lanes(blocks, piece, beside);
+            let scratch = (0..lanes).map(|_| chunks.by_ref().take(scratch).collect()).collect();
+            let lanes = plan::lanes(blocks, piece, scratch);
             let exchanged = match self.transport.lanes(&of.ranks) {
-                Some(near) => near.exchange(call, plan, lanes),
+                Some(on_node) => on_node.exchange(call, plan, lanes),
                 None => lanes.into_iter().try_for_each(|mut lane| {
                     while lane.phase(plan).is_some() {
                         let (sends, mut receives) = lane.messages(plan);
@@ -134,8 +132,8 @@ impl Member<'_> {
         of.buffers.in_slices(device, buffer, slices, Steps { read, exchange, write })
     }
 
-    /// What every rank gives, in the order of the ranks; all give as many bytes.
-    fn all<const N: usize>(&mut self, own: [u8; N]) -> Result<Vec<[u8; N]>> {
+    /// Gathers a few bytes from every rank, in the order of the ranks.
+    fn all_gather_bytes<const N: usize>(&mut self, own: [u8; N]) -> Result<Vec<[u8; N]>> {
         let mut all = vec![own; self.size()];
         let (rank, ranks) = (self.rank(), &self.of.ranks);
         let values = all.iter_mut().zip(ranks).enumerate().filter(|(other, _)| *other != rank);
@@ -146,13 +144,13 @@ impl Member<'_> {
         Ok(all)
     }
 
-    /// Fails where the ranks do not all make this call.
+    /// Fails unless all ranks make this call.
     fn compare(&mut self, call: &str) -> Result<()> {
         let mut text = [0; 120];
         for (to, from) in text.iter_mut().zip(call.bytes()) {
             *to = from;
         }
-        let calls = self.all(text)?;
+        let calls = self.all_gather_bytes(text)?;
         let shown = |text: &[u8; 120]| String::from_utf8_lossy(text).trim_end_matches('\0').to_string();
         match calls.iter().position(|other| *other != text) {
             None => Ok(()),
@@ -164,8 +162,8 @@ impl Member<'_> {
     }
 }
 
-/// The ranks of the job in this rank's new group, and the context of its messages; none without a color. Contexts are one more
-/// than any that a rank of the group has had, so that groups that share a rank differ in theirs.
+/// The ranks of the job in this rank's new group, and the context of its messages; none without a color. New contexts are greater
+/// than any that a rank of the old group has used, so that groups that share a rank have different ones.
 pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Option<(Vec<usize>, u32)>> {
     let next = *m.transport.next_context();
     let mut own = [0; 20];
@@ -173,7 +171,7 @@ pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Opti
     own[8..16].copy_from_slice(&key.to_ne_bytes());
     own[16..].copy_from_slice(&next.to_ne_bytes());
     let i64_at = |bytes: &[u8; 20], at: usize| i64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-    let all = m.all(own)?;
+    let all = m.all_gather_bytes(own)?;
     let first = all.iter().map(|b| u32::from_ne_bytes([b[16], b[17], b[18], b[19]])).max().expect("this rank's");
     let mut colors: Vec<i64> = all.iter().map(|bytes| i64_at(bytes, 0)).filter(|&color| color >= 0).collect();
     colors.sort_unstable();
@@ -187,26 +185,29 @@ pub(super) fn split(m: &mut Member, color: Option<u32>, key: i64) -> Result<Opti
     Ok(Some((members.into_iter().map(|(_, r)| m.of.ranks[r]).collect(), context)))
 }
 
-/// The ranks' parts of so many bytes.
+/// The ranges of the ranks' parts of so many bytes.
 fn parts(bytes: usize, ranks: usize) -> Vec<Range<usize>> {
     let share = bytes.div_ceil(ranks).next_multiple_of(ALIGN);
     (0..ranks).map(|rank| (rank * share).min(bytes)..((rank + 1) * share).min(bytes)).collect()
 }
 
-/// Slices of a part of so many bytes that each of the ranks has, and the distance from a rank's part of a slice to the next
-/// rank's.
-fn cut(m: &Member, bytes: usize, ranks: usize) -> (impl ExactSizeIterator<Item = Range<usize>> + Send + use<>, usize) {
-    let slice = (m.transport.slice() / ranks).next_multiple_of(ALIGN);
+/// Cuts tensors of so many bytes, one for each rank, into slices. Gives these and the distance of two ranks' blocks in a buffer.
+fn slices_of(
+    m: &Member,
+    bytes: usize,
+    ranks: usize,
+) -> (impl ExactSizeIterator<Item = Range<usize>> + Send + use<>, usize) {
+    let slice = (m.transport.slice_bytes() / ranks).next_multiple_of(ALIGN);
     let slices = (0..bytes).step_by(slice).map(move |at| at..(at + slice).min(bytes));
     (slices, slice.min(bytes).next_multiple_of(ALIGN))
 }
 
-/// A slice of the parts of so many bytes as bytes of part p.
-fn of_part(p: usize, bytes: usize, slice: &Range<usize>) -> Range<usize> {
+/// The range of a slice of part p, where parts of so many bytes follow each other.
+fn part_range(p: usize, bytes: usize, slice: &Range<usize>) -> Range<usize> {
     p * bytes + slice.start..p * bytes + slice.end
 }
 
-/// These bytes, in ascending order, of a slice's buffer.
+/// The bytes of a slice's buffer in these ranges, which are in ascending order.
 fn blocks_of(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]> {
     let mut at = 0;
     let mut one = |range: Range<usize>| {
@@ -218,33 +219,33 @@ fn blocks_of(mut host: &mut [u8], ranges: Vec<Range<usize>>) -> Vec<&mut [u8]> {
     ranges.into_iter().map(&mut one).collect()
 }
 
-/// The blocks of a slice of which a rank has one each.
-fn each(block: usize, blocks: usize) -> impl Fn(&Range<usize>) -> Vec<Range<usize>> {
+/// The ranges of a buffer's blocks, which begin `block` bytes apart and have the length of the slice.
+fn equal_blocks(block: usize, blocks: usize) -> impl Fn(&Range<usize>) -> Vec<Range<usize>> {
     move |slice| (0..blocks).map(|p| p * block..p * block + slice.len()).collect()
 }
 
-/// Every other rank's part goes there, and this rank's comes from all and is reduced.
+/// Sends every other rank its part, and receives this rank's part from all, to be reduced.
 fn scatter(m: &Member, dtype: DType, op: ReduceOp) -> Phase {
-    let sends = m.others().map(|p| m.with(p, p)).collect();
-    let receives = m.others().enumerate().map(|(i, p)| m.with(p, m.size() + i)).collect();
+    let sends = m.others().map(|p| m.message(p, p)).collect();
+    let receives = m.others().enumerate().map(|(i, p)| m.message(p, m.size() + i)).collect();
     Phase { sends, receives, reduces: Some((dtype, op)) }
 }
 
-/// This rank's part goes to all, and theirs come.
+/// Sends this rank's part to all others, and receives theirs.
 fn gather(m: &Member) -> Phase {
-    let sends = m.others().map(|p| m.with(p, m.rank())).collect();
-    Phase { sends, receives: m.others().map(|p| m.with(p, p)).collect(), reduces: None }
+    let sends = m.others().map(|p| m.message(p, m.rank())).collect();
+    Phase { sends, receives: m.others().map(|p| m.message(p, p)).collect(), reduces: None }
 }
 
 fn shared(tensors: &[Tensor]) -> Vec<Tensor> {
     tensors.iter().map(Tensor::shallow_clone).collect()
 }
 
-/// Every rank reduces its part of a slice, in the order of the ranks, and all receive it from there: two of the slice's bytes
-/// go out and come in for each of its bytes, however many ranks there are, and all have the same bits.
+/// Every rank reduces its part of a slice, in the order of the ranks, and sends the result to all. A rank sends and receives
+/// fewer than two bytes for each byte of a slice, however many ranks there are, and all get the same bits.
 pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: ReduceOp) -> Result<()> {
     let n = m.size();
-    let (slices, buffer) = cut(m, tensors.iter().map(Tensor::numel).sum(), 1);
+    let (slices, buffer) = slices_of(m, tensors.iter().map(Tensor::numel).sum(), 1);
     let plan = Plan { phases: vec![scatter(m, dtype, op), gather(m)], own: m.rank() };
     let (from, to) = (shared(tensors), shared(tensors));
     let read = move |staging: &mut Staging, slice| staging.read_all(&from, slice);
@@ -252,13 +253,13 @@ pub(super) fn all_reduce(m: &mut Member, tensors: &[Tensor], dtype: DType, op: R
     m.in_slices(tensors[0].device(), buffer, slices, &plan, |slice| parts(slice.len(), n), (read, write))
 }
 
-/// Along a binomial tree whose root is the root.
+/// Broadcasts along a binomial tree.
 pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Result<()> {
-    let (slices, buffer) = cut(m, tensors.iter().map(Tensor::numel).sum(), 1);
+    let (slices, buffer) = slices_of(m, tensors.iter().map(Tensor::numel).sum(), 1);
     let n = m.size();
     let rank = (m.rank() + n - root) % n;
-    let at = |rank: usize| m.with((rank + root) % n, 0);
-    // A rank has its bytes from the one without its lowest bit, and gives them to those with one lower bit set.
+    let at = |rank: usize| m.message((rank + root) % n, 0);
+    // A rank receives from the rank whose number lacks its lowest set bit, and sends to those with one lower bit set besides.
     let lowest = if rank == 0 { n.next_power_of_two() } else { 1 << rank.trailing_zeros() };
     let receives = if rank == 0 { Vec::new() } else { vec![at(rank - lowest)] };
     let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
@@ -267,69 +268,69 @@ pub(super) fn broadcast(m: &mut Member, tensors: &[Tensor], root: usize) -> Resu
     let (from, to) = (shared(tensors), shared(tensors));
     let read = move |staging: &mut Staging, slice| if rank == 0 { staging.read_all(&from, slice) } else { Ok(()) };
     let write = move |staging: &mut Staging, slice| if rank != 0 { staging.write_all(&to, slice) } else { Ok(()) };
-    m.in_slices(tensors[0].device(), buffer, slices, &Plan { phases, own: 0 }, each(buffer, 1), (read, write))
+    m.in_slices(tensors[0].device(), buffer, slices, &Plan { phases, own: 0 }, equal_blocks(buffer, 1), (read, write))
 }
 
-/// `own` of every rank to `to`, in the order of the ranks.
+/// Concatenates `own` of every rank in `to`, in the order of the ranks.
 pub(super) fn all_gather(m: &mut Member, own: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), own.numel());
-    let (slices, block) = cut(m, bytes, n);
+    let (slices, block) = slices_of(m, bytes, n);
     let plan = Plan { phases: vec![gather(m)], own: rank };
     let (from, to) = (own.shallow_clone(), to.shallow_clone());
     let read = move |staging: &mut Staging, slice| staging.read(rank * block, &from, slice);
     let write = move |staging: &mut Staging, slice: Range<usize>| {
-        (0..n).try_for_each(|p| staging.write(p * block, &to, of_part(p, bytes, &slice)))
+        (0..n).try_for_each(|p| staging.write(p * block, &to, part_range(p, bytes, &slice)))
     };
-    m.in_slices(own.device(), n * block, slices, &plan, each(block, n), (read, write))
+    m.in_slices(own.device(), n * block, slices, &plan, equal_blocks(block, n), (read, write))
 }
 
-/// To `to` this rank's part of what becomes of all ranks' `from`, in the order of the ranks.
+/// Writes this rank's part of the reduction of all ranks' `from` to `to`.
 pub(super) fn reduce_scatter(m: &mut Member, from: &Tensor, to: &Tensor, dtype: DType, op: ReduceOp) -> Result<()> {
     let (rank, n, bytes) = (m.rank(), m.size(), to.numel());
-    let (slices, block) = cut(m, bytes, n);
+    let (slices, block) = slices_of(m, bytes, n);
     let plan = Plan { phases: vec![scatter(m, dtype, op)], own: rank };
     let (device, from, to) = (from.device(), from.shallow_clone(), to.shallow_clone());
     let read = move |staging: &mut Staging, slice: Range<usize>| {
-        (0..n).try_for_each(|p| staging.read(p * block, &from, of_part(p, bytes, &slice)))
+        (0..n).try_for_each(|p| staging.read(p * block, &from, part_range(p, bytes, &slice)))
     };
     let write = move |staging: &mut Staging, slice| staging.write(rank * block, &to, slice);
-    m.in_slices(device, n * block, slices, &plan, each(block, n), (read, write))
+    m.in_slices(device, n * block, slices, &plan, equal_blocks(block, n), (read, write))
 }
 
-/// Part p of `from` to rank p; from there to part p of `to`.
+/// Sends part p of `from` to rank p, and receives part p of `to` from it.
 pub(super) fn all_to_all(m: &mut Member, from: &Tensor, to: &Tensor) -> Result<()> {
     let (rank, n) = (m.rank(), m.size());
     let bytes = from.numel() / n;
-    let (slices, block) = cut(m, bytes, n);
-    // What is received is behind what is sent; a rank's own part stays there.
-    let sends = m.others().map(|p| m.with(p, p)).collect();
-    let phase = Phase { sends, receives: m.others().map(|p| m.with(p, n + p)).collect(), reduces: None };
+    let (slices, block) = slices_of(m, bytes, n);
+    // Blocks 0 to n - 1 are sent and n to 2 n - 1 received; a rank's own part stays in its sent block.
+    let sends = m.others().map(|p| m.message(p, p)).collect();
+    let phase = Phase { sends, receives: m.others().map(|p| m.message(p, n + p)).collect(), reduces: None };
     let (device, from, to) = (from.device(), from.shallow_clone(), to.shallow_clone());
     let read = move |staging: &mut Staging, slice: Range<usize>| {
-        (0..n).try_for_each(|p| staging.read(p * block, &from, of_part(p, bytes, &slice)))
+        (0..n).try_for_each(|p| staging.read(p * block, &from, part_range(p, bytes, &slice)))
     };
     let write = move |staging: &mut Staging, slice: Range<usize>| {
         let at = |p: usize| if p == rank { p } else { n + p };
-        (0..n).try_for_each(|p| staging.write(at(p) * block, &to, of_part(p, bytes, &slice)))
+        (0..n).try_for_each(|p| staging.write(at(p) * block, &to, part_range(p, bytes, &slice)))
     };
     let plan = Plan { phases: vec![phase], own: rank };
-    m.in_slices(device, 2 * n * block, slices, &plan, each(block, 2 * n), (read, write))
+    m.in_slices(device, 2 * n * block, slices, &plan, equal_blocks(block, 2 * n), (read, write))
 }
 
 pub(super) fn send(m: &mut Member, bytes: &Tensor, to: usize) -> Result<()> {
-    let (slices, buffer) = cut(m, bytes.numel(), 1);
-    let plan = Plan { phases: vec![Phase { sends: vec![m.with(to, 0)], ..Phase::default() }], own: 0 };
+    let (slices, buffer) = slices_of(m, bytes.numel(), 1);
+    let plan = Plan { phases: vec![Phase { sends: vec![m.message(to, 0)], ..Phase::default() }], own: 0 };
     let from = bytes.shallow_clone();
     let read = move |staging: &mut Staging, slice| staging.read(0, &from, slice);
     let write = |_: &mut Staging, _| Ok(());
-    m.in_slices(bytes.device(), buffer, slices, &plan, each(buffer, 1), (read, write))
+    m.in_slices(bytes.device(), buffer, slices, &plan, equal_blocks(buffer, 1), (read, write))
 }
 
 pub(super) fn recv(m: &mut Member, bytes: &Tensor, from: usize) -> Result<()> {
-    let (slices, buffer) = cut(m, bytes.numel(), 1);
-    let plan = Plan { phases: vec![Phase { receives: vec![m.with(from, 0)], ..Phase::default() }], own: 0 };
+    let (slices, buffer) = slices_of(m, bytes.numel(), 1);
+    let plan = Plan { phases: vec![Phase { receives: vec![m.message(from, 0)], ..Phase::default() }], own: 0 };
     let to = bytes.shallow_clone();
     let read = |_: &mut Staging, _| Ok(());
     let write = move |staging: &mut Staging, slice| staging.write(0, &to, slice);
-    m.in_slices(bytes.device(), buffer, slices, &plan, each(buffer, 1), (read, write))
+    m.in_slices(bytes.device(), buffer, slices, &plan, equal_blocks(buffer, 1), (read, write))
 }

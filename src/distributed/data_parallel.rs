@@ -1,4 +1,4 @@
-//! One model on every rank, each with a share of the batch.
+//! Data parallel training: every rank has the model and a share of the batch.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -12,15 +12,15 @@ use crate::{DType, Error, Result, Tensor, autograd, is_grad_enabled};
 /// How [`DataParallel`] works.
 #[derive(Debug, Clone)]
 pub struct DataParallelOptions {
-    /// Bytes of gradients that travel together: 25 MiB, as in PyTorch. A bucket is sent as soon as backward has its gradients.
+    /// The most bytes of a bucket, whose gradients are reduced in one collective as soon as backward has computed them: 25 MiB, as
+    /// in PyTorch.
     pub bucket_bytes: usize,
-    /// Whether a backward need not reach every parameter on every rank, as long as it reaches one. Gradients then travel only
-    /// when backward has ended, and a small collective is added. Without it such a backward is an error that names the
-    /// parameters.
+    /// Whether a backward may leave out parameters, as long as it reaches one on every rank. Gradients are then reduced only after
+    /// backward, with one small collective more. Without it such a backward is an error that names the parameters.
     pub find_unused_parameters: bool,
-    /// Whether each recorded forward begins with the buffers of rank 0, such as running statistics.
+    /// Whether each forward that records gradients first broadcasts the buffers of rank 0, such as running statistics.
     pub broadcast_buffers: bool,
-    /// The dtype in which gradients travel, such as bf16 for those of f32 (PyTorch's `bf16_compress_hook`): half the bytes.
+    /// The dtype in which gradients are sent, such as bf16 to halve the bytes of f32 (PyTorch's `bf16_compress_hook`).
     pub gradient_dtype: Option<DType>,
 }
 
@@ -31,12 +31,12 @@ impl Default for DataParallelOptions {
     }
 }
 
-/// A module that every rank has alike, and trains with its share of the batch (PyTorch's `DistributedDataParallel`): backward
+/// A module that every rank replicates and trains with its share of the batch (PyTorch's `DistributedDataParallel`). Backward
 /// leaves the mean of all ranks' gradients in [`Tensor::grad`], so that the ranks' optimisers take the same steps.
 ///
-/// Made, every rank has the parameters and buffers of rank 0. Gradients travel in buckets, those of the last layers first, while
-/// backward computes the others. Its names are those of the module: checkpoints fit both. With a
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) each rank has the mean of its part of the gradients alone.
+/// [`new`](Self::new) broadcasts the parameters and buffers of rank 0. Gradients are reduced in buckets, those of the last layers
+/// first, while backward computes the others. Parameters have the names that they have in the module, so that checkpoints fit
+/// both. With a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) each rank gets only its part of the mean gradients.
 ///
 /// ```
 /// use claystone::distributed::{DataParallel, Group};
@@ -64,7 +64,7 @@ pub struct DataParallel<M> {
 }
 
 impl<M: Module> DataParallel<M> {
-    /// Of a module that every rank has made alike. All ranks call it.
+    /// Wraps a module that has the same structure on every rank. All ranks call it.
     ///
     /// # Errors
     /// [`Error::Invalid`] without parameters that require a gradient; those of [`Group::broadcast`].
@@ -83,25 +83,25 @@ impl<M: Module> DataParallel<M> {
         for (i, (_, parameter)) in reducer.parameters.iter().enumerate() {
             let reducer = Arc::downgrade(&reducer);
             parameter.register_post_accumulate_grad_hook(move |grad| match Weak::upgrade(&reducer) {
-                Some(reducer) => reducer.collected(i, grad),
+                Some(reducer) => reducer.gradient_ready(i, grad),
                 None => Ok(()),
             })?;
         }
         Ok(DataParallel { module, reducer })
     }
 
-    /// The module.
+    /// The wrapped module.
     pub fn module(&self) -> &M {
         &self.module
     }
 
-    /// The module alone again. Backward stays on this rank.
+    /// Unwraps the module, whose gradients are no longer reduced.
     pub fn into_module(self) -> M {
         self.module
     }
 
-    /// Runs `f`, in which backward adds to the gradients of this rank only: all but the last of several backwards before a step
-    /// (PyTorch's `no_sync`).
+    /// Runs `f`, in which backward accumulates gradients on this rank without reducing them: for all but the last backward before a
+    /// step (PyTorch's `no_sync`).
     pub fn no_sync<R>(&self, f: impl FnOnce() -> R) -> R {
         struct Restore<'a>(&'a AtomicBool, bool);
         impl Drop for Restore<'_> {
@@ -113,12 +113,12 @@ impl<M: Module> DataParallel<M> {
         f()
     }
 
-    /// For an optimiser of the parameters: the module, and what sends its gradients.
+    /// The module and its reducer.
     pub(super) fn parts_mut(&mut self) -> (&mut M, &Reducer) {
         (&mut self.module, &self.reducer)
     }
 
-    /// Rank 0's buffers on every rank, before a forward that is recorded.
+    /// Broadcasts rank 0's buffers, before a forward that records gradients.
     fn broadcast_buffers(&self) -> Result<()> {
         let Reducer { options, syncs, group, .. } = &*self.reducer;
         if !options.broadcast_buffers || !is_grad_enabled() || !syncs.load(Relaxed) {
@@ -166,7 +166,7 @@ impl<Inputs, M: Forward<Inputs>> Forward<Inputs> for DataParallel<M> {
     }
 }
 
-/// Rank 0's values on every rank.
+/// Broadcasts rank 0's tensors in buckets.
 fn broadcast(group: &Group, tensors: &[Tensor], bucket_bytes: usize) -> Result<()> {
     let tensors: Vec<&Tensor> = tensors.iter().collect();
     let send = |bucket: Vec<usize>| {
@@ -177,11 +177,11 @@ fn broadcast(group: &Group, tensors: &[Tensor], bucket_bytes: usize) -> Result<(
     work.into_iter().try_for_each(Work::wait)
 }
 
-/// Which tensors travel together, from the last to the first: of one dtype and device, with so many bytes at most unless it is
-/// a single one.
+/// The indices of the tensors of each bucket, from the last tensor to the first. A bucket has one dtype and device, and at most so
+/// many bytes unless it is a single tensor.
 fn buckets(tensors: &[&Tensor], most: usize) -> Vec<Vec<usize>> {
     let mut buckets: Vec<Vec<usize>> = Vec::new();
-    let mut bytes = 0; // of the last bucket
+    let mut bytes = 0; // in the last bucket
     for (i, t) in tensors.iter().enumerate().rev() {
         let size = t.numel() * t.dtype().size();
         let alike = |&j: &usize| (tensors[j].dtype(), tensors[j].device()) == (t.dtype(), t.device());
@@ -199,37 +199,38 @@ fn buckets(tensors: &[&Tensor], most: usize) -> Vec<Vec<usize>> {
     buckets
 }
 
-/// Another handle on a leaf, over one element of memory: an optimiser moves parameters whose memory nobody else holds.
+/// Another handle on a leaf that does not share its storage: an optimiser moves a parameter into its buffer only where no other
+/// tensor shares the parameter's storage.
 fn without_memory(p: &Tensor) -> Result<Tensor> {
     p.with_data(Tensor::zeros(1, (p.dtype(), p.device()))?.expand(p.shape())?)
 }
 
-/// Sends gradients as backward has them.
+/// Reduces gradients over the ranks while backward computes the others (PyTorch's `Reducer`).
 pub(super) struct Reducer {
     pub group: Group,
     options: DataParallelOptions,
-    /// Their names and leaves, [without memory](without_memory).
+    /// The names of the parameters and handles on their leaves, [without memory](without_memory).
     pub parameters: Vec<(String, Tensor)>,
-    /// Parameters whose gradients travel together, in the order in which every rank sends them: the last parameters first.
+    /// The indices of each bucket's parameters, in the order in which every rank reduces the buckets: the last parameters first.
     pub buckets: Vec<Vec<usize>>,
-    /// Whether backwards are those of all ranks.
+    /// False in [`DataParallel::no_sync`].
     syncs: AtomicBool,
     pass: Mutex<Pass>,
-    /// Of the optimiser that has a part of each bucket's gradients, if there is one.
+    /// The shards of a [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer), if the model has one.
     shards: Mutex<Weak<Shards>>,
 }
 
 /// One backward pass.
 #[derive(Default)]
 struct Pass {
-    /// The gradients that this one has made.
+    /// The gradients that it has computed.
     gradients: Vec<Option<Tensor>>,
-    /// Of the buckets that were sent.
+    /// The collectives of the first buckets.
     sent: Vec<Sent>,
 }
 
 impl Pass {
-    /// Whether this is the first gradient of so many.
+    /// Makes space for the gradients; whether the pass begins with this.
     fn begin(&mut self, parameters: usize) -> bool {
         let begins = self.gradients.is_empty();
         self.gradients.resize_with(parameters, || None);
@@ -237,21 +238,21 @@ impl Pass {
     }
 }
 
-/// A backward pass that has begun. Whether it ends well or fails, the next one begins anew.
-struct UnderWay(Arc<Reducer>);
+/// Resets the reducer when a backward pass ends or fails, so that the next one starts from an empty [`Pass`].
+struct PassGuard(Arc<Reducer>);
 
-impl Drop for UnderWay {
+impl Drop for PassGuard {
     fn drop(&mut self) {
         *self.0.pass() = Pass::default();
     }
 }
 
-/// A bucket under way.
+/// The collective of a bucket.
 enum Sent {
-    /// To be the mean on every rank: its gradients, and where they travel in another dtype.
-    Whole { work: Work, converted: Vec<(Tensor, Tensor)> },
-    /// To be the mean of this rank's part.
-    Part(Work<Tensor>),
+    /// The mean on every rank. `converted` has gradients with their copies in the dtype in which they are sent.
+    AllReduce { work: Work, converted: Vec<(Tensor, Tensor)> },
+    /// The mean of this rank's part.
+    ReduceScatter(Work<Tensor>),
 }
 
 impl Reducer {
@@ -266,26 +267,26 @@ impl Reducer {
         self.pass.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Parameter i has its gradient: sends the buckets that are complete.
-    fn collected(self: Arc<Self>, i: usize, grad: &Tensor) -> Result<()> {
+    /// The hook of parameter i, called when its gradient is complete: sends the buckets that are complete.
+    fn gradient_ready(self: Arc<Self>, i: usize, grad: &Tensor) -> Result<()> {
         if !self.syncs.load(Relaxed) {
             return Ok(());
         }
         let begins = self.pass().begin(self.parameters.len());
         if begins {
-            let under_way = UnderWay(Arc::clone(&self));
-            autograd::queue_callback(move || under_way.0.end())?;
+            let guard = PassGuard(Arc::clone(&self));
+            autograd::queue_callback(move || guard.0.end())?;
         }
         let mut pass = self.pass();
         pass.gradients[i] = Some(grad.detach());
         match self.options.find_unused_parameters {
-            // A rank that does not reach one would send later, and collectives of the module's own might come between.
+            // All ranks must send in one order: one that lacks a gradient would send after collectives that the module itself makes.
             true => Ok(()),
             false => self.send_complete(&mut pass),
         }
     }
 
-    /// What an optimiser has of the gradients, which is sent to it from now on.
+    /// Has gradients reduced to the shards of an optimiser from now on.
     pub fn set_shards(&self, shards: &Arc<Shards>) {
         *self.shards.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(shards);
     }
@@ -294,7 +295,7 @@ impl Reducer {
         self.shards.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
     }
 
-    /// Sends the next buckets as long as they are complete: all ranks send them in one order.
+    /// Sends the next buckets while they are complete, so that all ranks send them in one order.
     fn send_complete(&self, pass: &mut Pass) -> Result<()> {
         while let Some(bucket) = self.buckets.get(pass.sent.len()) {
             let gradients: Option<Vec<Tensor>> =
@@ -309,10 +310,9 @@ impl Reducer {
     fn send(&self, bucket: usize, gradients: Vec<Tensor>) -> Result<Sent> {
         let dtype = self.options.gradient_dtype.filter(|&dtype| dtype != gradients[0].dtype());
         if let Some(shards) = self.shards() {
-            return Ok(Sent::Part(shards.send(bucket, &gradients, dtype)?));
+            return Ok(Sent::ReduceScatter(shards.send(bucket, &gradients, dtype)?));
         }
-        // In the order of the parameters, of which an optimiser has the gradients in one buffer. Other ranks' may have other memory formats,
-        // so that only row-major ones travel as they lie.
+        // Gradients that are adjacent in an optimiser's buffer are sent as one tensor, if contiguous: ranks may differ in memory format.
         let joined = joined_views(gradients.iter().rev().map(Tensor::shallow_clone), Tensor::is_contiguous)?;
         let gradients = if joined.is_empty() { gradients } else { joined }; // where none has elements
         let travel = match dtype {
@@ -321,10 +321,10 @@ impl Reducer {
         };
         let work = self.group.all_reduce_coalesced_async(&travel.iter().collect::<Vec<_>>(), ReduceOp::Mean)?;
         let converted = if dtype.is_some() { gradients.into_iter().zip(travel).collect() } else { Vec::new() };
-        Ok(Sent::Whole { work, converted })
+        Ok(Sent::AllReduce { work, converted })
     }
 
-    /// Backward has ended on this rank: what it did not reach, and waiting for the others.
+    /// The end of backward on this rank: sends the remaining buckets and waits for all.
     fn end(&self) -> Result<()> {
         let mut pass = std::mem::take(&mut *self.pass());
         let missing: Vec<usize> = (0..self.parameters.len()).filter(|&i| pass.gradients[i].is_none()).collect();
@@ -340,7 +340,7 @@ impl Reducer {
         let mut without = Vec::new();
         for i in missing {
             let parameter = &self.parameters[i].1;
-            // An earlier backward may have reached it, in no_sync.
+            // An earlier backward, in no_sync, may have computed it.
             pass.gradients[i] = Some(match parameter.grad() {
                 Some(grad) => grad.detach(),
                 None => {
@@ -356,13 +356,13 @@ impl Reducer {
         };
         for (bucket, sent) in pass.sent.into_iter().enumerate() {
             match sent {
-                Sent::Whole { work, converted } => {
+                Sent::AllReduce { work, converted } => {
                     work.wait()?;
                     converted.iter().try_for_each(|(grad, travelled)| grad.copy_(travelled).map(|_| ()))?;
                 }
-                Sent::Part(work) => {
+                Sent::ReduceScatter(work) => {
                     let mean = work.wait()?;
-                    // The optimiser may have been dropped meanwhile.
+                    // The optimiser may have been dropped since the bucket was sent.
                     self.shards().map_or(Ok(()), |shards| shards.receive(bucket, &mean, &reached))?;
                 }
             }
@@ -370,14 +370,14 @@ impl Reducer {
         if self.shards().is_some() {
             return Ok(());
         }
-        // A parameter that this rank's backward did not reach has the gradient of those that did. One that no rank reached has none.
+        // A parameter that only other ranks reached gets the mean gradient here, too. One that no rank reached has none.
         without.into_iter().filter(|&i| reached[i]).try_for_each(|i| {
             let gradient = pass.gradients[i].as_ref().expect("zeros, summed with the others'");
             self.parameters[i].1.set_grad(gradient.shallow_clone())
         })
     }
 
-    /// Which parameters have a gradient on any rank: on this one all but those.
+    /// Which parameters have a gradient on any rank; on this one all but those `without`.
     fn reached_by_any(&self, without: &[usize]) -> Result<Vec<bool>> {
         let reached: Vec<u8> = (0..self.parameters.len()).map(|i| u8::from(!without.contains(&i))).collect();
         let reached = Tensor::from_slice(&reached, reached.len(), crate::Device::Cpu)?;

@@ -1,4 +1,4 @@
-//! The thread of a rank that talks to the others: collectives run there one after another, in the order of the calls.
+//! The thread on which a rank's collectives run, one after another in the order of the calls.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
@@ -10,16 +10,16 @@ use super::transport::Transport;
 use crate::device::cpu::threads;
 use crate::{Error, Result};
 
-/// How long a thread looks for what it waits for before it sleeps, where it has a core to itself: about as long as it takes to be woken.
-const PATIENCE: Duration = Duration::from_micros(100);
+/// How long a thread with a core to itself spins before it blocks: about as long as being woken takes.
+const SPIN_TIME: Duration = Duration::from_micros(100);
 
-/// Receives what comes, at once where it comes soon.
-pub(super) fn receive_soon<T>(from: &Receiver<T>) -> std::result::Result<T, RecvError> {
+/// Receives from a channel, spinning for a short time before it blocks.
+pub(super) fn recv_spinning<T>(from: &Receiver<T>) -> std::result::Result<T, RecvError> {
     if threads() == 1 {
         return from.recv();
     }
     let begun = Instant::now();
-    while begun.elapsed() < PATIENCE {
+    while begun.elapsed() < SPIN_TIME {
         match from.try_recv() {
             Ok(received) => return Ok(received),
             Err(TryRecvError::Disconnected) => return Err(RecvError),
@@ -31,19 +31,19 @@ pub(super) fn receive_soon<T>(from: &Receiver<T>) -> std::result::Result<T, Recv
 
 type Job = Box<dyn FnOnce(&mut dyn Transport) + Send>;
 
-/// The thread, which ends with the last handle on it.
+/// A handle on the thread, which ends when the last handle is dropped.
 pub(super) struct Engine {
-    /// Gone when it ends.
+    /// None once the thread has been told to end.
     jobs: Mutex<Option<Sender<Job>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// Has the rank told the others why it leaves, also from another thread while the engine waits for them.
+    /// Makes the rank leave the job for the given reason; callable from any thread while the engine waits for other ranks.
     pub(super) leave: Box<dyn Fn(&str) + Send + Sync>,
     pub(super) rank: usize,
     pub(super) size: usize,
 }
 
 impl Engine {
-    /// Starts the thread, which makes its own transport. `leave` is what another thread calls for this rank to give up.
+    /// Starts the thread, which calls `make` for its transport; see [`leave`](Self::leave).
     pub(super) fn start<T: Transport>(
         op: &'static str,
         make: impl FnOnce() -> Result<T> + Send + 'static,
@@ -57,7 +57,7 @@ impl Engine {
                 Err(e) => return drop(made.send(Err(e))),
             };
             let _ = made.send(Ok((transport.rank(), transport.size())));
-            while let Ok(job) = receive_soon(&todo) {
+            while let Ok(job) = recv_spinning(&todo) {
                 if catch_unwind(AssertUnwindSafe(|| job(&mut transport))).is_err() {
                     return transport.leave("panicked in a collective");
                 }
@@ -80,20 +80,20 @@ impl Engine {
         let (done, result) = channel();
         let job: Job = Box::new(move |transport| drop(done.send(f(transport))));
         if let Some(jobs) = &*self.jobs.lock().unwrap_or_else(PoisonError::into_inner) {
-            let _ = jobs.send(job); // where the thread has ended, the work's wait says so
+            let _ = jobs.send(job); // where the thread has ended, `Work::wait` returns the error
         }
         Work { op, result }
     }
 }
 
 impl Engine {
-    /// Ends the thread once it has done what was submitted. Whatever is submitted later fails.
+    /// Ends the thread after the jobs submitted so far. Jobs submitted later fail.
     pub(super) fn end(&self) {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner).take();
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // It may be the one that ends the process.
+        // The thread itself may be the one that exits the process: it cannot join itself.
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
-            let _ = thread.join(); // its panic has been printed
+            let _ = thread.join(); // the message of a panic has been printed
         }
     }
 }
@@ -104,7 +104,7 @@ impl Drop for Engine {
     }
 }
 
-/// A collective under way (PyTorch's `Work`). Dropped, it goes on.
+/// A running collective (PyTorch's `Work`). Dropping it does not cancel the collective.
 #[must_use = "wait for it: before, its tensors hold neither the old values nor the new ones"]
 pub struct Work<R = ()> {
     op: &'static str,
@@ -112,20 +112,20 @@ pub struct Work<R = ()> {
 }
 
 impl<R> Work<R> {
-    /// One that needed nothing of other ranks.
+    /// Work that is already complete.
     pub(super) fn done(op: &'static str, value: R) -> Work<R> {
         let (done, result) = channel();
-        let _ = done.send(Ok(value)); // its receiver is here
+        let _ = done.send(Ok(value)); // cannot fail: the receiver exists
         Work { op, result }
     }
 
-    /// Waits until it is done: its result, where it has one. What is submitted to a device from now on sees it.
+    /// Waits for the collective and gives its result. Commands enqueued after that see the new values.
     ///
     /// # Errors
-    /// [`Error::Rank`] where another rank did not do its part; those of the transfers. What the collective writes to has to be
-    /// set anew then.
+    /// [`Error::Rank`] where another rank failed or did not make the call; those of transfers. The values of the tensors that the
+    /// collective writes to are undefined after an error.
     pub fn wait(self) -> Result<R> {
         let ended = |_| Error::invalid(self.op, "the thread of the group ended: a collective panicked");
-        receive_soon(&self.result).map_err(ended)?
+        recv_spinning(&self.result).map_err(ended)?
     }
 }

@@ -1,4 +1,4 @@
-//! Groups of ranks and what they do together.
+//! Groups of ranks and their collectives.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,8 +12,8 @@ use super::transport::Transport;
 use crate::device::cpu::threads;
 use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 
-/// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Of a job under `mpirun` every process is a rank
-/// ([`Group::world`], feature `mpi`); in one process a thread for each device can be one ([`Group::threads`]).
+/// Ranks that make the same calls in the same order (PyTorch's `ProcessGroup`). Ranks are the processes of a job under `mpirun`
+/// ([`Group::world`], feature `mpi`), or threads of one process, one for each device ([`Group::threads`]).
 ///
 /// ```
 /// use claystone::distributed::{Group, ReduceOp};
@@ -31,15 +31,15 @@ use crate::{DType, Device, Error, Result, Shape, Stream, Tensor, with_stream};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// Tensors stay on their devices: what travels goes through memory of the host. Collectives run on a thread of the rank's, one
-/// after another in the order of the calls, also those of groups that were [split](Self::split) from this one: ranks call what
-/// they call together in one order. Each collective has a form that returns at once with [`Work`] to wait for. Until that is
-/// done nobody may write to its tensors. Reductions have the same bits on every rank, and in every run with as many ranks.
+/// Tensors stay on their devices; messages go through host memory. Each rank has one thread that runs collectives one after
+/// another in the order of the calls, including those of groups [split](Self::split) from this one, so ranks must make the calls
+/// of all their groups in the same order. Each collective has an asynchronous form that returns [`Work`]: its tensors must not be
+/// written to before [`Work::wait`]. Reductions give the same bits on every rank, and in every run with as many ranks.
 ///
-/// Where a rank fails, the others' calls fail with [`Error::Rank`], which names it; after an error the groups of a job are of no
-/// more use. Calls that the ranks do not make alike are found by the sizes of what arrives, or after
-/// `CLAYSTONE_DISTRIBUTED_TIMEOUT` seconds (600), which is also how long a rank may be late; with `CLAYSTONE_DISTRIBUTED_DEBUG=1`
-/// every collective, though no `send` or `recv`, is compared with the other ranks' first, and the error says who calls what.
+/// Where a rank fails, the others' calls fail with [`Error::Rank`], which names it; after an error the groups of a job cannot be
+/// used any more. Mismatched calls are noticed by the sizes of the messages, or after `CLAYSTONE_DISTRIBUTED_TIMEOUT` seconds
+/// (600), which is also how late a rank may be. With `CLAYSTONE_DISTRIBUTED_DEBUG=1` the ranks compare every collective, except
+/// `send` and `recv`, before it runs, and the error says which rank calls what.
 #[derive(Clone)]
 pub struct Group {
     engine: Arc<Engine>,
@@ -47,7 +47,7 @@ pub struct Group {
 }
 
 impl Group {
-    /// A group of ranks in this process, one for each device: give each to a thread of its own.
+    /// A group of ranks in this process, one for each device: use each on a thread of its own.
     ///
     /// # Errors
     /// [`Error::Invalid`] without devices, [`Error::NoDevice`].
@@ -67,14 +67,14 @@ impl Group {
             .collect()
     }
 
-    /// All ranks of the job, under `mpirun` or another launcher of MPI; alone where there is none. The device of a rank is, of
-    /// those that there are (`CLAYSTONE_DEVICES`), the one of its number on its machine; the CPU where there are none.
+    /// All ranks of the job under `mpirun` or another MPI launcher; a group of one without a launcher. A rank with local rank `i`
+    /// on its machine has OpenCL device `i` modulo their number (see `CLAYSTONE_DEVICES`), or the CPU where there are none.
     ///
-    /// This starts MPI, which ends when the process does. A rank that fails, or is killed, ends the job with one sentence on the
-    /// standard error stream, instead of the error that threads have: messages under way cannot be taken back.
+    /// This initialises MPI, which is finalised when the process exits. A rank that fails or is killed ends the job with a message
+    /// on standard error, instead of the [`Error`] that ranks in threads get, because pending MPI messages cannot be cancelled.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where MPI is used by another library, or has ended.
+    /// [`Error::Invalid`] where another library has initialised MPI, or MPI was finalised.
     #[cfg(feature = "mpi")]
     pub fn world() -> Result<Group> {
         let op = "Group::world";
@@ -111,8 +111,8 @@ impl Group {
         self.member.device
     }
 
-    /// The groups of those ranks that give the same color, in the order of their keys, equal ones in that of their ranks
-    /// (MPI's `MPI_Comm_split`, PyTorch's `new_group`). None for a rank that gives no color. All ranks call it.
+    /// Splits the ranks into one group for each color, ranked by key and then by old rank (MPI's `MPI_Comm_split`, PyTorch's
+    /// `new_group`). None for a rank without a color. All ranks call it.
     ///
     /// # Errors
     /// Those of collectives.
@@ -127,7 +127,7 @@ impl Group {
         Ok(Some(Group { engine: Arc::clone(&self.engine), member: Arc::new(member) }))
     }
 
-    /// Returns when every rank has come.
+    /// Returns when every rank has called it (PyTorch's `barrier`).
     ///
     /// # Errors
     /// Those of collectives.
@@ -136,24 +136,25 @@ impl Group {
         self.all_reduce_async(&nothing, ReduceOp::Sum)?.wait()
     }
 
-    /// Every rank's tensor becomes the root's (PyTorch's `broadcast`). Any dtype and strides; one shape and dtype on all ranks.
+    /// Copies the root's tensor to every rank's (PyTorch's `broadcast`). Any dtype and strides; the same shape and dtype on all
+    /// ranks.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a root that is no rank; [`Error::Rank`] where another rank does not do its part; those of
-    /// transfers.
+    /// [`Error::Invalid`] for a root that is no rank; [`Error::Rank`] where another rank fails or does not make the call; those
+    /// of transfers.
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<()> {
         self.broadcast_async(tensor, root)?.wait()
     }
 
-    /// [`broadcast`](Self::broadcast), to be waited for.
+    /// The asynchronous form of [`broadcast`](Self::broadcast).
     ///
     /// # Errors
-    /// As there, of the arguments.
+    /// Those of [`broadcast`](Self::broadcast) that concern its arguments.
     pub fn broadcast_async(&self, tensor: &Tensor, root: usize) -> Result<Work> {
         self.broadcast_of(&[tensor], tensor.shape(), root)
     }
 
-    /// [`broadcast`](Self::broadcast) of several tensors of one dtype on one device as if they were one (PyTorch's
+    /// [`broadcast`](Self::broadcast) of several tensors of one dtype and device in one collective (PyTorch's
     /// `_broadcast_coalesced`).
     pub(super) fn broadcast_coalesced_async(&self, tensors: &[&Tensor], root: usize) -> Result<Work> {
         self.broadcast_of(tensors, &elements(tensors), root)
@@ -166,26 +167,26 @@ impl Group {
         })
     }
 
-    /// Every rank's tensor becomes the sum (or another [`ReduceOp`]) of all (PyTorch's `all_reduce`). Any dtype and strides; one
-    /// shape and dtype on all ranks.
+    /// Replaces every rank's tensor by the sum (or another [`ReduceOp`]) over all ranks (PyTorch's `all_reduce`). Any dtype and
+    /// strides; the same shape and dtype on all ranks.
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for the mean of integers and the sum of bools; [`Error::Rank`] where another rank does not
-    /// do its part; those of transfers.
+    /// [`Error::UnsupportedDType`] for the mean of integers and the sum of bools; [`Error::Rank`] where another rank fails or
+    /// does not make the call; those of transfers.
     pub fn all_reduce(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<()> {
         self.all_reduce_async(tensor, reduce)?.wait()
     }
 
-    /// [`all_reduce`](Self::all_reduce), to be waited for.
+    /// The asynchronous form of [`all_reduce`](Self::all_reduce).
     ///
     /// # Errors
-    /// As there, of the arguments.
+    /// Those of [`all_reduce`](Self::all_reduce) that concern its arguments.
     pub fn all_reduce_async(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Work> {
         self.all_reduce_of(&[tensor], tensor.shape(), reduce)
     }
 
-    /// [`all_reduce`](Self::all_reduce) of several tensors of one dtype on one device as if they were one (PyTorch's
-    /// `all_reduce_coalesced`): the many small gradients of a network.
+    /// [`all_reduce`](Self::all_reduce) of several tensors of one dtype and device in one collective, such as the many small
+    /// gradients of a network (PyTorch's `all_reduce_coalesced`).
     ///
     /// # Errors
     /// [`Error::Invalid`] without tensors; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; those of
@@ -194,10 +195,10 @@ impl Group {
         self.all_reduce_coalesced_async(tensors, reduce)?.wait()
     }
 
-    /// [`all_reduce_coalesced`](Self::all_reduce_coalesced), to be waited for.
+    /// The asynchronous form of [`all_reduce_coalesced`](Self::all_reduce_coalesced).
     ///
     /// # Errors
-    /// As there, of the arguments.
+    /// Those of [`all_reduce_coalesced`](Self::all_reduce_coalesced) that concern its arguments.
     pub fn all_reduce_coalesced_async(&self, tensors: &[&Tensor], reduce: ReduceOp) -> Result<Work> {
         self.all_reduce_of(tensors, &elements(tensors), reduce)
     }
@@ -220,47 +221,47 @@ impl Group {
         })
     }
 
-    /// The ranks' tensors one after another in a new first dimension (PyTorch's `all_gather`): `[size, ...]`.
+    /// The tensors of all ranks, stacked in a new first dimension: `[size, ...]` (PyTorch's `all_gather`).
     ///
     /// # Errors
-    /// [`Error::Rank`] where another rank does not do its part; [`Error::OutOfMemory`]; those of transfers.
+    /// [`Error::Rank`] where another rank fails or does not make the call; [`Error::OutOfMemory`]; those of transfers.
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
         self.all_gather_async(tensor)?.wait()
     }
 
-    /// [`all_gather`](Self::all_gather), to be waited for.
+    /// The asynchronous form of [`all_gather`](Self::all_gather).
     ///
     /// # Errors
-    /// As there, of the arguments.
+    /// Those of [`all_gather`](Self::all_gather) that concern its arguments.
     pub fn all_gather_async(&self, tensor: &Tensor) -> Result<Work<Tensor>> {
         let shape: Vec<usize> = [self.size()].iter().chain(tensor.shape().dims()).copied().collect();
         self.to_new("all_gather", tensor, shape.into(), "", collective::all_gather)
     }
 
-    /// The ranks' tensors one after another in `into`, contiguous and of as many elements as they have together.
+    /// Concatenates the tensors of all ranks in `into`, which is contiguous (PyTorch's `all_gather_into_tensor`).
     pub(super) fn all_gather_into_async(&self, tensor: &Tensor, into: &Tensor) -> Result<Work> {
         let (source, into) = (tensor.detach().contiguous()?, bytes_of(into)?);
         let call = describe("all_gather", tensor.dtype(), tensor.shape(), "");
         self.submit("all_gather", Some(call), &[source], move |m, bytes| collective::all_gather(m, &bytes[0], &into))
     }
 
-    /// Of the sum (or another [`ReduceOp`]) of the ranks' tensors, whose first dimension is a multiple of the group's size, this
-    /// rank's part of that dimension (PyTorch's `reduce_scatter_tensor`).
+    /// Reduces the tensors of all ranks and gives this rank its part of the first dimension, whose size is a multiple of the
+    /// group's (PyTorch's `reduce_scatter_tensor`).
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the first dimension has no such parts; those of [`all_reduce`](Self::all_reduce).
+    /// [`Error::Invalid`] where the first dimension is no such multiple; those of [`all_reduce`](Self::all_reduce).
     pub fn reduce_scatter(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Tensor> {
         self.reduce_scatter_async(tensor, reduce)?.wait()
     }
 
-    /// [`reduce_scatter`](Self::reduce_scatter), to be waited for.
+    /// The asynchronous form of [`reduce_scatter`](Self::reduce_scatter).
     ///
     /// # Errors
-    /// As there, of the arguments.
+    /// Those of [`reduce_scatter`](Self::reduce_scatter) that concern its arguments.
     pub fn reduce_scatter_async(&self, tensor: &Tensor, reduce: ReduceOp) -> Result<Work<Tensor>> {
         let (op, dtype) = ("reduce_scatter", tensor.dtype());
         reduce.check(op, dtype)?;
-        let part = self.part(op, tensor)?;
+        let part = self.rows_per_rank(op, tensor)?;
         let mut shape = tensor.shape().dims().to_vec();
         shape[0] = part;
         let f =
@@ -268,64 +269,64 @@ impl Group {
         self.to_new(op, tensor, shape.into(), &format!("{reduce:?}"), f)
     }
 
-    /// Part i of the first dimension goes to rank i; the parts that arrive, in the order of the ranks (PyTorch's
+    /// Sends part i of the first dimension to rank i, and concatenates the parts received in the order of the ranks (PyTorch's
     /// `all_to_all_single`).
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the first dimension is no multiple of the group's size; [`Error::Rank`] where another rank does
-    /// not do its part; [`Error::OutOfMemory`]; those of transfers.
+    /// [`Error::Invalid`] where the first dimension is no multiple of the group's size; [`Error::Rank`] where another rank fails
+    /// or does not make the call; [`Error::OutOfMemory`]; those of transfers.
     pub fn all_to_all(&self, tensor: &Tensor) -> Result<Tensor> {
         self.all_to_all_async(tensor)?.wait()
     }
 
-    /// [`all_to_all`](Self::all_to_all), to be waited for.
+    /// The asynchronous form of [`all_to_all`](Self::all_to_all).
     ///
     /// # Errors
-    /// As there, of the arguments.
+    /// Those of [`all_to_all`](Self::all_to_all) that concern its arguments.
     pub fn all_to_all_async(&self, tensor: &Tensor) -> Result<Work<Tensor>> {
-        self.part("all_to_all", tensor)?;
+        self.rows_per_rank("all_to_all", tensor)?;
         self.to_new("all_to_all", tensor, tensor.shape().clone(), "", collective::all_to_all)
     }
 
     /// Sends a tensor to another rank, which [receives](Self::recv) it into one of the same shape and dtype (PyTorch's `send`).
-    /// Two ranks that both send first may wait for each other: one receives first, or both call
+    /// Two ranks that both send to each other first may deadlock: let one receive first, or call
     /// [`all_to_all`](Self::all_to_all).
     ///
     /// # Errors
-    /// [`Error::Invalid`] for this rank itself and what is no rank; [`Error::Rank`]; those of transfers.
+    /// [`Error::Invalid`] for this rank itself and for a number that is no rank; [`Error::Rank`]; those of transfers.
     pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
         self.send_async(tensor, to)?.wait()
     }
 
-    /// [`send`](Self::send), to be waited for.
+    /// The asynchronous form of [`send`](Self::send).
     ///
     /// # Errors
-    /// As there, of the arguments.
+    /// Those of [`send`](Self::send) that concern its arguments.
     pub fn send_async(&self, tensor: &Tensor, to: usize) -> Result<Work> {
         self.check_other("send", to)?;
         let source = tensor.detach().contiguous()?;
         self.submit("send", None, &[source], move |m, bytes| collective::send(m, &bytes[0], to))
     }
 
-    /// Receives what another rank [sends](Self::send).
+    /// Receives a tensor that another rank [sends](Self::send) (PyTorch's `recv`).
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`send`](Self::send).
     pub fn recv(&self, tensor: &Tensor, from: usize) -> Result<()> {
         self.recv_async(tensor, from)?.wait()
     }
 
-    /// [`recv`](Self::recv), to be waited for.
+    /// The asynchronous form of [`recv`](Self::recv).
     ///
     /// # Errors
-    /// As there, of the arguments.
+    /// Those of [`recv`](Self::recv) that concern its arguments.
     pub fn recv_async(&self, tensor: &Tensor, from: usize) -> Result<Work> {
         self.check_other("recv", from)?;
         self.in_place_unchecked("recv", None, &[tensor], move |m, bytes| collective::recv(m, &bytes[0], from))
     }
 
-    /// How many rows of the first dimension each rank has.
-    fn part(&self, op: &'static str, tensor: &Tensor) -> Result<usize> {
+    /// The first dimension's size divided by the number of ranks.
+    fn rows_per_rank(&self, op: &'static str, tensor: &Tensor) -> Result<usize> {
         match tensor.shape().dims().first() {
             Some(rows) if rows % self.size() == 0 => Ok(rows / self.size()),
             _ => {
@@ -350,7 +351,7 @@ impl Group {
         }
     }
 
-    /// A collective that changes tensors, described for the comparison with other ranks' calls.
+    /// Submits a collective that writes to its tensors; `detail` is what the debug mode compares besides op, dtype and shape.
     fn in_place(
         &self,
         op: &'static str,
@@ -363,7 +364,7 @@ impl Group {
         self.in_place_unchecked(op, Some(call), tensors, f)
     }
 
-    /// One whose strides leave gaps is changed through a copy. In a group of one there is nothing to do.
+    /// [`in_place`](Self::in_place) without a description to compare. Tensors that are not contiguous are written through a copy.
     fn in_place_unchecked(
         &self,
         op: &'static str,
@@ -387,13 +388,13 @@ impl Group {
         self.submit(op, call, &dense, move |m, bytes| {
             let mut copied = targets.iter().zip(&own).filter(|(target, own)| !target.shares_storage(own));
             let done = f(m, bytes).and_then(|()| copied.try_for_each(|(target, own)| target.copy_(own).map(|_| ())));
-            // While the targets are here: their memory may be another tensor's afterwards.
+            // Before the targets are dropped: their memory may belong to another tensor afterwards.
             Stream::current(targets[0].device())?.synchronize().and(done)
         })
     }
 
-    /// Contiguous tensors of all elements, and what each target becomes, which shares their storage. Several of an OpenCL device
-    /// are joined there: each transfer takes longer than a launch.
+    /// Contiguous tensors with the targets' elements, and a view of them in the shape of each target. On an OpenCL device several
+    /// targets are concatenated first, because a transfer each would take longer than that launch.
     fn dense(&self, targets: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
         if targets.len() == 1 || targets[0].device().is_cpu() {
             let dense = targets.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
@@ -408,7 +409,7 @@ impl Group {
         Ok((vec![joined], own))
     }
 
-    /// A collective with a result of its own, on the tensor's device.
+    /// Submits a collective that returns a new tensor on the tensor's device.
     fn to_new(
         &self,
         op: &'static str,
@@ -425,8 +426,8 @@ impl Group {
         })
     }
 
-    /// Runs `f` on the rank's thread with the bytes of contiguous tensors of one device, behind what this thread has submitted to
-    /// its device; all copies are done when it ends.
+    /// Runs `f` on the rank's thread with the bytes of contiguous tensors of one device, after the commands that this thread has
+    /// enqueued there. All copies have completed when the work is done.
     fn submit<R: Send + 'static>(
         &self,
         op: &'static str,
@@ -454,7 +455,7 @@ impl Group {
     }
 }
 
-/// A handle that goes while its thread panics takes the rank out of the job: the others need not wait for it.
+/// A handle that is dropped while its thread panics makes the rank leave the job, so that the others do not wait for it.
 impl Drop for Group {
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -482,12 +483,12 @@ fn is_on(key: &str) -> bool {
     std::env::var(key).is_ok_and(|v| !matches!(&*v, "" | "0" | "off"))
 }
 
-/// What coalesced calls are compared by: one tensor of all elements, in whatever pieces a rank has them.
+/// The shape by which coalesced calls are compared: that of all elements in one dimension, since ranks may cut them differently.
 fn elements(tensors: &[&Tensor]) -> Shape {
     tensors.iter().map(|t| t.numel()).sum::<usize>().into()
 }
 
-/// How long a rank waits for the others.
+/// How long a rank waits for the others, by default 10 minutes.
 fn timeout(op: &'static str) -> Result<Duration> {
     let key = "CLAYSTONE_DISTRIBUTED_TIMEOUT";
     let Ok(text) = std::env::var(key) else { return Ok(Duration::from_secs(600)) };

@@ -1,7 +1,7 @@
-//! Training on several devices and machines: groups of ranks, what they do together, and data parallel training.
+//! Training on several devices and machines: groups of ranks, collectives, and data parallel training.
 //!
 //! A program's ranks are processes under `mpirun` ([`Group::world`], feature `mpi`) or threads of one process
-//! ([`Group::threads`]). What they do is in [`Group`].
+//! ([`Group::threads`]). Collectives are methods of [`Group`].
 
 mod checkpoint;
 mod collective;

@@ -1,98 +1,99 @@
-//! What ranks send each other of a slice, and how it is cut so that several threads exchange it at once.
+//! The messages by which ranks exchange a slice, and how these are divided among lanes, so that several threads exchange them
+//! concurrently.
 
 use super::reduce::ReduceOp;
 use crate::DType;
 
-/// Pieces and ranks' parts begin at multiples of this, where elements of every dtype may.
+/// The alignment in bytes of pieces and of the ranks' parts; a multiple of the size of every dtype.
 pub(super) const ALIGN: usize = 64;
 
-/// Bytes of a block that a lane exchanges at a time: they stay in the second-level cache from when they arrive until they are sent on.
+/// The most bytes of a block that a lane exchanges at a time: few enough to stay in the L2 cache from one phase to the next.
 pub(super) const PIECE: usize = 1 << 17;
 
-/// The fewest bytes of a block that are worth a lane.
-const LEAST: usize = 1 << 14;
+/// The fewest bytes of a block for which a further lane is used.
+const MIN_LANE_BYTES: usize = 1 << 14;
 
-/// The phases of the exchange of a slice, one after another; each may need what the one before has brought.
+/// The phases of the exchange of a slice, in their order; a phase may send what the one before has received.
 ///
-/// They are about *blocks*: parts of the slice's buffer that are cut alike into pieces, for a piece needs the same bytes of each.
-/// After those of the buffer come blocks beside it, where other ranks' values of the own block arrive, which are only reduced.
+/// A *block* is a part of the slice's buffer, or a scratch block, into which another rank's values of the own block are received
+/// to be reduced. Scratch blocks are numbered after those of the buffer. All blocks are cut into pieces at the same offsets,
+/// because the piece of a block that is reduced needs the same bytes of every scratch block.
 pub(super) struct Plan {
     pub phases: Vec<Phase>,
-    /// This rank's block where its values are reduced, which is also how many ranks come before it. The blocks beside the buffer
-    /// have the values of the other ranks, in their order.
+    /// The block that this rank reduces, and its rank in the group. Scratch blocks are in the order of the other ranks.
     pub own: usize,
 }
 
 #[cfg(feature = "mpi")]
 impl Plan {
-    /// The same between ranks of other numbers.
-    pub(super) fn between(&self, number: impl Fn(usize) -> usize) -> Plan {
+    /// The same plan with each rank replaced by `number` of it.
+    pub(super) fn with_ranks(&self, number: impl Fn(usize) -> usize) -> Plan {
         let all = |messages: &[(usize, usize)]| messages.iter().map(|&(rank, block)| (number(rank), block)).collect();
         let phase = |phase: &Phase| Phase { sends: all(&phase.sends), receives: all(&phase.receives), ..*phase };
         Plan { phases: self.phases.iter().map(phase).collect(), own: self.own }
     }
 }
 
-/// What is sent and received at once: the rank of the job, and the number of the block.
+/// Messages that are sent and received concurrently, each the peer's rank in the job and the number of a block.
 #[derive(Default)]
 pub(super) struct Phase {
     pub sends: Vec<(usize, usize)>,
     pub receives: Vec<(usize, usize)>,
-    /// What then becomes of all ranks' values of the own block, in the order of the ranks.
+    /// The reduction of all ranks' values of the own block that follows, in the order of the ranks.
     pub reduces: Option<(DType, ReduceOp)>,
 }
 
-/// Pieces of a slice that one thread exchanges, one after another.
+/// The pieces of a slice that one thread exchanges, one after another.
 pub(super) struct Lane<'a> {
-    /// What each has of the buffer's blocks.
+    /// For each piece, its bytes of every block of the buffer.
     pieces: Vec<Vec<&'a mut [u8]>>,
-    /// The blocks beside the buffer.
-    beside: Vec<&'a mut [u8]>,
+    /// The scratch blocks, reused by every piece.
+    scratch: Vec<&'a mut [u8]>,
     piece: usize,
     phase: usize,
 }
 
-/// Cuts blocks into pieces of so many bytes at most, and these into lanes, one at most for each set of blocks beside the buffer.
-pub(super) fn lanes<'a>(blocks: Vec<&'a mut [u8]>, piece: usize, beside: Vec<Vec<&'a mut [u8]>>) -> Vec<Lane<'a>> {
+/// Cuts blocks into pieces of at most `piece` bytes and divides these among lanes, at most one for each set of scratch blocks.
+pub(super) fn lanes<'a>(blocks: Vec<&'a mut [u8]>, piece: usize, scratch: Vec<Vec<&'a mut [u8]>>) -> Vec<Lane<'a>> {
     let longest = blocks.iter().map(|block| block.len()).max().unwrap_or(0);
-    let piece = piece.min(longest.div_ceil(beside.len()).max(LEAST).next_multiple_of(ALIGN));
+    let piece = piece.min(longest.div_ceil(scratch.len()).max(MIN_LANE_BYTES).next_multiple_of(ALIGN));
     let pieces = longest.div_ceil(piece);
     let mut rest: Vec<_> = blocks.into_iter().map(|block| block.chunks_mut(piece)).collect();
-    let count = beside.len().min(pieces);
+    let count = scratch.len().min(pieces);
     let mut lanes = Vec::with_capacity(count);
-    for (i, beside) in beside.into_iter().take(count).enumerate() {
+    for (i, scratch) in scratch.into_iter().take(count).enumerate() {
         let of_lane = i * pieces / count..(i + 1) * pieces / count;
         let pieces = of_lane.map(|_| rest.iter_mut().map(|block| block.next().unwrap_or_default()).collect());
-        lanes.push(Lane { pieces: pieces.collect(), beside, piece: 0, phase: 0 });
+        lanes.push(Lane { pieces: pieces.collect(), scratch, piece: 0, phase: 0 });
     }
     lanes
 }
 
-/// What is sent, and what is received, each with its rank.
+/// The messages to send and those to receive, each with the peer's rank.
 pub(super) type Messages<'a> = (Vec<(usize, &'a [u8])>, Vec<(usize, &'a mut [u8])>);
 
 impl Lane<'_> {
-    /// The phase that it is in; none when it is through.
+    /// The current phase; none when the lane is done.
     pub(super) fn phase<'p>(&self, plan: &'p Plan) -> Option<&'p Phase> {
         (self.piece < self.pieces.len()).then(|| &plan.phases[self.phase])
     }
 
-    /// A block of the current piece.
+    /// The bytes that the current piece has of a block.
     #[cfg(feature = "mpi")]
     pub(super) fn block(&mut self, plan: &Plan, block: usize) -> &mut [u8] {
         let piece = &mut self.pieces[self.piece];
         match block.checked_sub(piece.len()) {
             None => piece[block],
-            Some(beside) => &mut self.beside[beside][..piece[plan.own].len()],
+            Some(scratch) => &mut self.scratch[scratch][..piece[plan.own].len()],
         }
     }
 
-    /// The messages of the current phase; what is empty is not sent.
+    /// The messages of the current phase; empty ones are left out.
     pub(super) fn messages(&mut self, plan: &Plan) -> Messages<'_> {
         let (phase, piece) = (&plan.phases[self.phase], &mut self.pieces[self.piece]);
         let own = piece[plan.own].len();
-        let beside = self.beside.iter_mut().map(|block| &mut block[..own]);
-        let blocks = piece.iter_mut().map(|block| &mut **block).chain(beside);
+        let scratch = self.scratch.iter_mut().map(|block| &mut block[..own]);
+        let blocks = piece.iter_mut().map(|block| &mut **block).chain(scratch);
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for (i, block) in blocks.enumerate().filter(|(_, block)| !block.is_empty()) {
             match phase.receives.iter().find(|(_, into)| *into == i) {
@@ -106,12 +107,12 @@ impl Lane<'_> {
         (sends, receives)
     }
 
-    /// Ends the current phase, whose messages have all gone and come.
+    /// Ends the current phase, whose messages are complete, with its reduction.
     pub(super) fn end_phase(&mut self, plan: &Plan) {
         let own = &mut self.pieces[self.piece][plan.own];
         if let Some((dtype, op)) = plan.phases[self.phase].reduces.filter(|_| !own.is_empty()) {
-            let beside: Vec<&[u8]> = self.beside.iter().map(|block| &block[..own.len()]).collect();
-            let (before, after) = beside.split_at(plan.own);
+            let scratch: Vec<&[u8]> = self.scratch.iter().map(|block| &block[..own.len()]).collect();
+            let (before, after) = scratch.split_at(plan.own);
             op.reduce(dtype, before, own, after);
         }
         self.phase += 1;
@@ -125,13 +126,13 @@ impl Lane<'_> {
 mod tests {
     use super::*;
 
-    /// Every byte of every block is once in a piece, in order, and pieces have the same bytes of each block.
+    /// Every byte of every block is in exactly one piece, in order, and a piece has the same bytes of each block.
     #[test]
     fn lanes_have_every_byte_once() {
         for (longest, count, expected) in [(0, 3, 0), (1, 3, 1), (1 << 15, 3, 2), (3 << 17, 2, 2), (5 << 20, 8, 8)] {
             let mut blocks = [vec![0u8; longest], vec![0; longest.saturating_sub(100)]];
-            let beside = (0..count).map(|_| Vec::new()).collect();
-            let mut lanes = lanes(blocks.iter_mut().map(Vec::as_mut_slice).collect(), PIECE, beside);
+            let scratch = (0..count).map(|_| Vec::new()).collect();
+            let mut lanes = lanes(blocks.iter_mut().map(Vec::as_mut_slice).collect(), PIECE, scratch);
             assert_eq!(lanes.len(), expected, "{longest} bytes in {count} lanes");
             let pieces = lanes.iter_mut().flat_map(|lane| &mut lane.pieces);
             for (i, piece) in pieces.enumerate() {

@@ -1,4 +1,4 @@
-//! Reductions of what the ranks have, element by element, in the order of the ranks: every rank has the same bits.
+//! Elementwise reductions over ranks, always in the order of the ranks, so that every rank gets the same bits.
 
 use bytemuck::Zeroable;
 use half::{bf16, f16};
@@ -6,43 +6,42 @@ use half::{bf16, f16};
 use crate::device::cpu::{convert, parallel};
 use crate::{DType, Error, Result};
 
-/// What becomes of the ranks' values of an element (PyTorch's `ReduceOp`).
+/// How a collective combines the ranks' values of an element (PyTorch's `ReduceOp`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// Their sum: halves add up in f32 and are rounded once, integers wrap around.
+    /// Their sum: f16 and bf16 are added in f32 and rounded once, integers wrap around.
     Sum,
-    /// Their sum divided by their number; floats only.
+    /// Their sum divided by the number of ranks; floats only (PyTorch's `AVG`).
     Mean,
-    /// The largest; NaN where any is.
+    /// The largest; NaN where any is NaN.
     Max,
-    /// The smallest; NaN where any is.
+    /// The smallest; NaN where any is NaN.
     Min,
 }
 
-/// Elements that are reduced at a time, in the first-level cache.
+/// Elements that are reduced at a time, so that their accumulators stay in the L1 cache.
 const TILE: usize = 512;
 
-/// Bytes that a thread reduces at a time.
+/// Bytes of a thread's unit of work.
 const CHUNK: usize = 1 << 17;
 
-/// A type of elements and the one that it is reduced in.
-trait Reduced: bytemuck::Pod + Send + Sync {
-    type In: Copy + Zeroable;
-    /// `from` in that type: itself, or in `room`, which has its length.
-    fn widen<'a>(from: &'a [Self], room: &'a mut [Self::In]) -> &'a [Self::In];
-    fn narrow(from: &[Self::In], to: &mut [Self]);
-    fn sum(a: Self::In, b: Self::In) -> Self::In;
-    fn max(a: Self::In, b: Self::In) -> Self::In;
-    fn min(a: Self::In, b: Self::In) -> Self::In;
-    /// v / n
-    fn divided(v: Self::In, n: usize) -> Self::In;
+/// An element type, and the type in which it is accumulated.
+trait Accumulate: bytemuck::Pod + Send + Sync {
+    type Acc: Copy + Zeroable;
+    /// `from` in that type: itself, or converted into `buffer`, which has its length.
+    fn widen<'a>(from: &'a [Self], buffer: &'a mut [Self::Acc]) -> &'a [Self::Acc];
+    fn narrow(from: &[Self::Acc], to: &mut [Self]);
+    fn sum(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn max(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn min(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn divided(v: Self::Acc, n: usize) -> Self::Acc;
 }
 
 macro_rules! floats {
     ($($t:ty, $wide:ty, $widen:expr, $narrow:expr;)*) => { $(
-        impl Reduced for $t {
-            type In = $wide;
-            fn widen<'a>(from: &'a [$t], room: &'a mut [$wide]) -> &'a [$wide] { $widen(from, room) }
+        impl Accumulate for $t {
+            type Acc = $wide;
+            fn widen<'a>(from: &'a [$t], buffer: &'a mut [$wide]) -> &'a [$wide] { $widen(from, buffer) }
             fn narrow(from: &[$wide], to: &mut [$t]) { $narrow(from, to) }
             fn sum(a: $wide, b: $wide) -> $wide { a + b }
             fn max(a: $wide, b: $wide) -> $wide { if a >= b || a.is_nan() { a } else { b } }
@@ -54,8 +53,8 @@ macro_rules! floats {
 
 macro_rules! integers {
     ($($t:ty),*) => { $(
-        impl Reduced for $t {
-            type In = $t;
+        impl Accumulate for $t {
+            type Acc = $t;
             fn widen<'a>(from: &'a [$t], _: &'a mut [$t]) -> &'a [$t] { from }
             fn narrow(from: &[$t], to: &mut [$t]) { to.copy_from_slice(from) }
             fn sum(a: $t, b: $t) -> $t { a.wrapping_add(b) }
@@ -66,18 +65,18 @@ macro_rules! integers {
     )* };
 }
 
-fn same<'a, T>(from: &'a [T], _: &'a mut [T]) -> &'a [T] {
+fn identity<'a, T>(from: &'a [T], _: &'a mut [T]) -> &'a [T] {
     from
 }
 
-fn widen_f16<'a>(from: &'a [f16], room: &'a mut [f32]) -> &'a [f32] {
-    convert::widen(from, room);
-    room
+fn widen_f16<'a>(from: &'a [f16], buffer: &'a mut [f32]) -> &'a [f32] {
+    convert::widen(from, buffer);
+    buffer
 }
 
-fn widen_bf16<'a>(from: &'a [bf16], room: &'a mut [f32]) -> &'a [f32] {
-    room.iter_mut().zip(from).for_each(|(wide, v)| *wide = f32::from_bits(u32::from(v.to_bits()) << 16));
-    room
+fn widen_bf16<'a>(from: &'a [bf16], buffer: &'a mut [f32]) -> &'a [f32] {
+    buffer.iter_mut().zip(from).for_each(|(wide, v)| *wide = f32::from_bits(u32::from(v.to_bits()) << 16));
+    buffer
 }
 
 fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
@@ -85,18 +84,15 @@ fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
 }
 
 floats! {
-    f32, f32, same, |from, to: &mut [f32]| to.copy_from_slice(from);
-    f64, f64, same, |from, to: &mut [f64]| to.copy_from_slice(from);
+    f32, f32, identity, |from, to: &mut [f32]| to.copy_from_slice(from);
+    f64, f64, identity, |from, to: &mut [f64]| to.copy_from_slice(from);
     f16, f32, widen_f16, convert::narrow;
     bf16, f32, widen_bf16, narrow_bf16;
 }
 integers!(i64, i32, u32, u8);
 
 impl ReduceOp {
-    /// Whether elements of this dtype have it.
-    ///
-    /// # Errors
-    /// [`Error::UnsupportedDType`]
+    /// Fails with [`Error::UnsupportedDType`] where elements of this dtype do not have the reduction.
     pub(super) fn check(self, op: &'static str, dtype: DType) -> Result<()> {
         let expected = match self {
             ReduceOp::Mean if !dtype.is_float() => "floats for the mean: take the sum",
@@ -106,8 +102,8 @@ impl ReduceOp {
         Err(Error::UnsupportedDType { op, dtype, expected })
     }
 
-    /// Makes of `own` what becomes of the ranks' bytes, which are as many and elements of this dtype: those of the ranks before
-    /// this one, its own, and those of the ranks after it.
+    /// Reduces the values of the ranks before this one, its own and those of the ranks after it, into `own`. All have as many
+    /// bytes, which are elements of this dtype.
     pub(super) fn reduce(self, dtype: DType, before: &[&[u8]], own: &mut [u8], after: &[&[u8]]) {
         match dtype {
             DType::F32 => self.reduce_as::<f32>(before, own, after),
@@ -121,7 +117,7 @@ impl ReduceOp {
         }
     }
 
-    fn reduce_as<T: Reduced>(self, before: &[&[u8]], own: &mut [u8], after: &[&[u8]]) {
+    fn reduce_as<T: Accumulate>(self, before: &[&[u8]], own: &mut [u8], after: &[&[u8]]) {
         let n = before.len() + 1 + after.len();
         match self {
             ReduceOp::Sum => fold::<T>(before, own, after, T::sum, |v| v),
@@ -132,12 +128,12 @@ impl ReduceOp {
     }
 }
 
-fn fold<T: Reduced>(
+fn fold<T: Accumulate>(
     before: &[&[u8]],
     own: &mut [u8],
     after: &[&[u8]],
-    step: impl Fn(T::In, T::In) -> T::In + Sync,
-    last: impl Fn(T::In) -> T::In + Sync,
+    step: impl Fn(T::Acc, T::Acc) -> T::Acc + Sync,
+    last: impl Fn(T::Acc) -> T::Acc + Sync,
 ) {
     let [before, after] =
         [before, after].map(|ranks| -> Vec<&[T]> { ranks.iter().map(|&bytes| bytemuck::cast_slice(bytes)).collect() });
@@ -146,11 +142,11 @@ fn fold<T: Reduced>(
     parallel::for_each_chunk(own, chunk, |i, own| {
         for (j, own) in own.chunks_mut(TILE).enumerate() {
             let at = i * chunk + j * TILE;
-            let (mut sums, mut room) = ([T::In::zeroed(); TILE], [T::In::zeroed(); TILE]);
-            let (sums, room) = (&mut sums[..own.len()], &mut room[..own.len()]);
+            let (mut sums, mut buffer) = ([T::Acc::zeroed(); TILE], [T::Acc::zeroed(); TILE]);
+            let (sums, buffer) = (&mut sums[..own.len()], &mut buffer[..own.len()]);
             let mut first = true;
             let mut add = |values: &[T]| {
-                let values = T::widen(values, room);
+                let values = T::widen(values, buffer);
                 match std::mem::take(&mut first) {
                     true => sums.copy_from_slice(values),
                     false => sums.iter_mut().zip(values).for_each(|(sum, &v)| *sum = step(*sum, v)),

@@ -1,81 +1,81 @@
-//! Messages between the ranks of one machine through memory that they share: rings of words for each pair and direction, one
-//! for each lane, so that several threads of a rank exchange parts of a slice at once.
+//! Messages between the ranks of one machine through shared memory: a ring buffer of words for each ordered pair of ranks and
+//! each lane, so that several threads of a rank exchange parts of a slice concurrently.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use crate::storage::SharedMemory;
 
-/// Words of all rings of a machine together.
-const ALL: usize = (32 << 20) / size_of::<u64>();
+/// The most words of all rings of a machine together.
+const TOTAL_WORDS: usize = (32 << 20) / size_of::<u64>();
 
-/// The fewest words of a ring that are worth it, and the most: what is written is to be in a cache still when it is read.
-const WORDS: std::ops::RangeInclusive<usize> = (1 << 13)..=(1 << 15);
+/// The fewest and the most words of a ring: those of a longer one have left the cache when they are read.
+const RING_WORDS: std::ops::RangeInclusive<usize> = (1 << 13)..=(1 << 15);
 
-/// Words before those of a ring: how many were written and how many read, each in a cache line of its own.
-const HEAD: usize = 16;
-const READ: usize = 8;
+/// The header of a ring: word 0 counts the words written, word [`READ_COUNT`] those read, each in its own cache line.
+const HEADER: usize = 16;
+const READ_COUNT: usize = 8;
 
-/// Words that are copied before the other rank is told of them: few, so that both copy at once.
-const AT_A_TIME: usize = 1 << 12;
+/// Words that are copied before the counter is published: few, so that sender and receiver copy at the same time.
+const CHUNK_WORDS: usize = 1 << 12;
 
-/// The rings between so many ranks.
+/// The rings between the ranks of a machine.
 pub(super) struct Rings {
     memory: SharedMemory,
     ranks: usize,
-    /// This rank's number among them.
+    /// This process's local rank.
     rank: usize,
-    /// How many rings a pair has in each direction.
+    /// Rings from one rank to another, one for each lane.
     pub lanes: usize,
 }
 
 impl Rings {
-    /// How many lanes so many ranks have, up to so many, and the words of memory for all; none where there are too many ranks for
-    /// it to be worth it.
+    /// The number of lanes for so many ranks, at most `most`, and the words of shared memory that all rings need. None for so many
+    /// ranks that their rings would be too short.
     pub(super) fn lanes(ranks: usize, most: usize) -> Option<(usize, usize)> {
         let pairs = ranks * ranks;
-        let lanes = (ALL / pairs / WORDS.start()).min(most);
+        let lanes = (TOTAL_WORDS / pairs / RING_WORDS.start()).min(most);
         (ranks > 1 && lanes > 0).then(|| {
-            let ring = (ALL / pairs / lanes).min(*WORDS.end());
-            (lanes, (HEAD + ring / HEAD * HEAD) * pairs * lanes)
+            let ring = (TOTAL_WORDS / pairs / lanes).min(*RING_WORDS.end());
+            (lanes, (HEADER + ring / HEADER * HEADER) * pairs * lanes)
         })
     }
 
-    /// In memory of the words that so many [`lanes`](Self::lanes) need.
+    /// Rings in shared memory of the size that [`lanes`](Self::lanes) gave.
     pub(super) fn new(memory: SharedMemory, ranks: usize, rank: usize, lanes: usize) -> Rings {
         Rings { memory, ranks, rank, lanes }
     }
 
-    /// The words before those of a ring, its words, and where these begin in the memory.
+    /// The header and the data of a ring, and the index of its first data word in the memory.
     fn ring(&self, from: usize, to: usize, lane: usize) -> (&[AtomicU64], &[AtomicU64], usize) {
         let words = self.memory.words();
         let each = words.len() / (self.ranks * self.ranks * self.lanes);
         let start = ((from * self.ranks + to) * self.lanes + lane) * each;
-        let (head, data) = words[start..start + each].split_at(HEAD);
-        (head, data, start + HEAD)
+        let (header, data) = words[start..start + each].split_at(HEADER);
+        (header, data, start + HEADER)
     }
 
-    /// Writes what has room of a message to another rank: whether that was any.
+    /// Writes as much of a message to another rank as the ring has space for, and returns whether that was any.
     pub(super) fn send(&self, to: usize, lane: usize, context: u32, bytes: &[u8], progress: &mut Progress) -> bool {
-        let (head, data, start) = self.ring(self.rank, to, lane);
-        let (mut written, read) = (head[0].load(Relaxed), head[READ].load(Acquire));
-        let mut room = data.len() - (written - read) as usize;
+        let (header, data, start) = self.ring(self.rank, to, lane);
+        let (mut written, read) = (header[0].load(Relaxed), header[READ_COUNT].load(Acquire));
+        let mut free = data.len() - (written - read) as usize;
         let before = written;
-        if !progress.begun && room > 0 {
-            data[written as usize % data.len()].store(label(context, bytes.len()), Relaxed);
-            (progress.begun, written, room) = (true, written + 1, room - 1);
+        if !progress.begun && free > 0 {
+            data[written as usize % data.len()].store(first_word(context, bytes.len()), Relaxed);
+            (progress.begun, written, free) = (true, written + 1, free - 1);
         }
-        while progress.begun && room > 0 && progress.done < bytes.len() {
+        while progress.begun && free > 0 && progress.done < bytes.len() {
             let at = written as usize % data.len();
             let rest = &bytes[progress.done..];
-            let words = room.min(data.len() - at).min(rest.len().div_ceil(8)).min(AT_A_TIME);
+            let words = free.min(data.len() - at).min(rest.len().div_ceil(8)).min(CHUNK_WORDS);
             let now = &rest[..rest.len().min(words * 8)];
-            self.memory.write(start + at, now); // these have been read: `room`
-            (progress.done, written, room) = (progress.done + now.len(), written + words as u64, room - words);
-            head[0].store(written, Release); // the other rank reads them while the next are written
+            self.memory.write(start + at, now); // the receiver has read these words: they are free
+            (progress.done, written, free) = (progress.done + now.len(), written + words as u64, free - words);
+            header[0].store(written, Release); // the receiver copies them while the next chunk is written
         }
         if written != before {
-            head[0].store(written, Release); // a rank that waits leaves the line to the one that writes
+            header[0].store(written, Release); // only after progress: a waiting rank leaves the cache line alone
         }
         written != before
     }
@@ -83,7 +83,7 @@ impl Rings {
     /// Reads the part of a message that has arrived, and returns whether any had.
     ///
     /// # Errors
-    /// What the other rank sends instead: another number of bytes, or the message of another group.
+    /// The other rank sends another number of bytes, or the message of another group.
     pub(super) fn receive(
         &self,
         from: usize,
@@ -92,15 +92,15 @@ impl Rings {
         bytes: &mut [u8],
         progress: &mut Progress,
     ) -> Result<bool, String> {
-        let (head, data, start) = self.ring(from, self.rank, lane);
-        let (written, mut read) = (head[0].load(Acquire), head[READ].load(Relaxed));
+        let (header, data, start) = self.ring(from, self.rank, lane);
+        let (written, mut read) = (header[0].load(Acquire), header[READ_COUNT].load(Relaxed));
         let before = read;
         if !progress.begun && written > read {
-            let label = data[read as usize % data.len()].load(Relaxed);
-            let expected = self::label(context, bytes.len());
-            if label != expected {
-                return Err(match label >> 40 == expected >> 40 {
-                    true => format!("sends {} bytes where {} are expected", label & 0xff_ffff_ffff, bytes.len()),
+            let first_word = data[read as usize % data.len()].load(Relaxed);
+            let expected = self::first_word(context, bytes.len());
+            if first_word != expected {
+                return Err(match first_word >> 40 == expected >> 40 {
+                    true => format!("sends {} bytes where {} are expected", first_word & 0xff_ffff_ffff, bytes.len()),
                     false => "calls a collective of another group".into(),
                 });
             }
@@ -108,38 +108,38 @@ impl Rings {
         }
         while progress.begun && written > read && progress.done < bytes.len() {
             let at = read as usize % data.len();
-            let there = ((written - read) as usize).min(AT_A_TIME);
+            let available = ((written - read) as usize).min(CHUNK_WORDS);
             let rest = &mut bytes[progress.done..];
-            let words = there.min(data.len() - at).min(rest.len().div_ceil(8));
+            let words = available.min(data.len() - at).min(rest.len().div_ceil(8));
             let now = rest.len().min(words * 8);
-            self.memory.read(start + at, &mut rest[..now]); // these have been written: `there`
+            self.memory.read(start + at, &mut rest[..now]); // the sender has published these words
             (progress.done, read) = (progress.done + now, read + words as u64);
-            head[READ].store(read, Release); // the other rank writes there while the next are read
+            header[READ_COUNT].store(read, Release); // the sender overwrites them while the next chunk is read
         }
         if read != before {
-            head[READ].store(read, Release);
+            header[READ_COUNT].store(read, Release);
         }
         Ok(read != before)
     }
 }
 
-/// A message's first word.
-fn label(context: u32, bytes: usize) -> u64 {
+/// A message's first word: the context in the upper 24 bits, and the number of bytes.
+fn first_word(context: u32, bytes: usize) -> u64 {
     (u64::from(context) << 40) ^ bytes as u64
 }
 
-/// How far a message has come.
+/// The progress of a message.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Progress {
-    /// Whether its first word is there.
+    /// Whether its first word was copied.
     begun: bool,
-    /// Its bytes that were copied.
+    /// The bytes that were copied.
     done: usize,
 }
 
 impl Progress {
-    /// Whether all of so many bytes were copied; what is empty is not sent.
-    pub(super) fn is_whole(self, bytes: usize) -> bool {
+    /// Whether all of a message's bytes were copied; empty messages are not sent.
+    pub(super) fn is_complete(self, bytes: usize) -> bool {
         self.done == bytes && (self.begun || bytes == 0)
     }
 }
@@ -148,7 +148,7 @@ impl Progress {
 mod tests {
     use super::*;
 
-    /// The rings of two ranks, each as its process has them.
+    /// The rings of two ranks, in two mappings of the same memory.
     fn two() -> [Rings; 2] {
         let (lanes, words) = Rings::lanes(2, 3).unwrap();
         let (memory, file) = SharedMemory::create(words).unwrap();
@@ -167,7 +167,7 @@ mod tests {
                 scope.spawn(move || {
                     for n in sizes {
                         let (bytes, mut progress) = (message(n, lane), Progress::default());
-                        while !progress.is_whole(n) {
+                        while !progress.is_complete(n) {
                             a.send(1, lane, 3, &bytes, &mut progress);
                         }
                     }
@@ -175,7 +175,7 @@ mod tests {
                 scope.spawn(move || {
                     for n in sizes {
                         let (mut got, mut progress) = (vec![0; n], Progress::default());
-                        while !progress.is_whole(n) {
+                        while !progress.is_complete(n) {
                             b.receive(0, lane, 3, &mut got, &mut progress).unwrap();
                         }
                         assert!(got == message(n, lane), "{n} bytes");

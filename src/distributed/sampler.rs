@@ -10,11 +10,11 @@ use crate::{Device, Generator, Result, Tensor, with_generator};
 /// How [`DistributedSampler`] works; PyTorch's names and defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DistributedSamplerConfig {
-    /// Whether each epoch has an order of its own.
+    /// Whether the items are shuffled anew for each epoch.
     pub shuffle: bool,
-    /// What the orders are drawn from; the same on all ranks.
+    /// The seed of the shuffles; the same on all ranks.
     pub seed: u64,
-    /// Whether items that are too few for every rank to have one are left out; otherwise the first ones are given out again.
+    /// Whether the last items are left out where they are fewer than the ranks; otherwise the first items are repeated.
     pub drop_last: bool,
 }
 
@@ -24,11 +24,11 @@ impl Default for DistributedSamplerConfig {
     }
 }
 
-/// Gives each rank its share of a data set, of the same size on all (PyTorch's `DistributedSampler`): of the epoch's order,
-/// which all ranks have alike, a rank has every `group.size()`-th item. So the ranks' batches number i are together the same
-/// items, however many ranks there are, where batch sizes are divided by their number.
+/// Gives each rank an equal share of a data set (PyTorch's `DistributedSampler`): every `group.size()`-th item of the epoch's
+/// order, which is the same on all ranks. If the batch size is divided by the number of ranks, step i of an epoch trains on the
+/// same items for any number of ranks.
 ///
-/// Clones share the epoch: the loader has one, and [`set_epoch`](Self::set_epoch) is called on another.
+/// Clones share the epoch: give one to the loader, and call [`set_epoch`](Self::set_epoch) on another.
 ///
 /// ```
 /// use claystone::data::{DataLoader, DataLoaderConfig, TensorDataset};
@@ -49,7 +49,7 @@ impl Default for DistributedSamplerConfig {
 /// ```
 #[derive(Debug, Clone)]
 pub struct DistributedSampler {
-    /// Of the data set.
+    /// The length of the data set.
     items: usize,
     rank: usize,
     ranks: usize,
@@ -58,12 +58,12 @@ pub struct DistributedSampler {
 }
 
 impl DistributedSampler {
-    /// Shares of a data set of so many items, at epoch 0.
+    /// The sampler of a data set of so many items, at epoch 0.
     pub fn new(items: usize, group: &Group, config: DistributedSamplerConfig) -> DistributedSampler {
         DistributedSampler { items, rank: group.rank(), ranks: group.size(), config, epoch: Arc::default() }
     }
 
-    /// Sets the epoch whose order the next passes have: the same on all ranks. Without it every epoch has the same order.
+    /// Sets the epoch, from which the next order follows: the same on all ranks. Without it every epoch has the same order.
     pub fn set_epoch(&self, epoch: u64) {
         self.epoch.store(epoch, Relaxed);
     }
@@ -77,7 +77,7 @@ impl Sampler for DistributedSampler {
     fn indices(&self) -> Result<Vec<usize>> {
         let order: Vec<usize> = if self.config.shuffle {
             let generator = Generator::new(self.config.seed.wrapping_add(self.epoch.load(Relaxed)));
-            // On the CPU, whatever devices the ranks have.
+            // Always on the CPU, so that ranks with different devices have the same order.
             let order = with_generator(&generator, || Tensor::randperm(self.items, Device::Cpu))?;
             order.to_vec::<i64>()?.into_iter().map(|i| i as usize).collect()
         } else {

@@ -1,19 +1,19 @@
-//! Bytes of the host that tensors' slices are copied to and from, and how the slices of a collective follow each other.
+//! Staging buffers in host memory for the slices of a collective, and the pipeline that reads, exchanges and writes slices.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Builder;
 
-use super::engine::receive_soon;
+use super::engine::recv_spinning;
 use crate::{DType, Device, Error, HostArray, Result, Stream, Tensor, with_stream};
 
-/// Slices under way at a time: one each that is read, exchanged and written.
-const UNDER_WAY: usize = 3;
+/// Slices in flight: one is read, one exchanged, one written.
+const IN_FLIGHT: usize = 3;
 
-/// A buffer of the host: pinned where the device is one of OpenCL's.
+/// A buffer in host memory, pinned for an OpenCL device.
 pub(super) struct Staging {
-    /// None while it is copied to or from.
+    /// None during a copy.
     host: Option<HostArray<u8>>,
     device: Device,
 }
@@ -33,22 +33,22 @@ impl Staging {
         self.host.as_mut().expect("whole between copies")
     }
 
-    /// Copies from these bytes of `from` to those from `at` on.
+    /// Copies a range of `from` to offset `at` of the buffer.
     pub(super) fn read(&mut self, at: usize, from: &Tensor, range: Range<usize>) -> Result<()> {
         self.copy(|host| part(host, at..at + range.len())?.copy_(&part(from, range)?).map(|_| ()))
     }
 
-    /// Copies to these bytes of `to` from those from `at` on.
+    /// Copies from offset `at` of the buffer to a range of `to`.
     pub(super) fn write(&mut self, at: usize, to: &Tensor, range: Range<usize>) -> Result<()> {
         self.copy(|host| part(to, range.clone())?.copy_(&part(host, at..at + range.len())?).map(|_| ()))
     }
 
-    /// [`read`](Self::read) from tensors that are one after another.
+    /// [`read`](Self::read) from a range of the concatenation of tensors.
     pub(super) fn read_all(&mut self, from: &[Tensor], range: Range<usize>) -> Result<()> {
         each_part(from, range, |at, tensor, range| self.read(at, tensor, range))
     }
 
-    /// [`write`](Self::write) to tensors that are one after another.
+    /// [`write`](Self::write) to a range of the concatenation of tensors.
     pub(super) fn write_all(&mut self, to: &[Tensor], range: Range<usize>) -> Result<()> {
         each_part(to, range, |at, tensor, range| self.write(at, tensor, range))
     }
@@ -61,8 +61,8 @@ impl Staging {
     }
 }
 
-/// Calls `f` with what each of the tensors, one after another, has of a range: where that begins in the range, the tensor, and
-/// its own bytes.
+/// Cuts a range of the concatenation of tensors at their boundaries. Calls `f` with each part's offset in the range, the tensor,
+/// and the tensor's own range.
 fn each_part(
     tensors: &[Tensor],
     range: Range<usize>,
@@ -84,24 +84,24 @@ fn part(bytes: &Tensor, range: Range<usize>) -> Result<Tensor> {
     bytes.narrow(0, range.start, range.len())
 }
 
-/// What a collective does with each slice.
+/// The steps of a collective for each slice.
 pub(super) struct Steps<R, E, W> {
-    /// Brings it from the device to the host.
+    /// Copies it from the device to the host.
     pub read: R,
     /// Exchanges it with the other ranks.
     pub exchange: E,
-    /// Brings what came of it back to the device.
+    /// Copies the result back to the device.
     pub write: W,
 }
 
-/// A thread that does one job after another, and ends with its handle.
+/// A thread that runs jobs in their order, and ends when its handle is dropped.
 struct Worker(Sender<Box<dyn FnOnce() + Send>>);
 
 impl Worker {
     fn start(name: &str) -> Result<Worker> {
         let (jobs, todo) = channel::<Box<dyn FnOnce() + Send>>();
         let body = move || {
-            while let Ok(job) = receive_soon(&todo) {
+            while let Ok(job) = recv_spinning(&todo) {
                 job();
             }
         };
@@ -110,20 +110,20 @@ impl Worker {
         Ok(Worker(jobs))
     }
 
-    /// What comes of a job. Where it panics the thread has ended, and there is none.
+    /// Runs a job and gives the channel of its result, which is closed without one where the job panics and ends the thread.
     fn run(&self, job: impl FnOnce() -> Result<()> + Send + 'static) -> Receiver<Result<()>> {
         let (done, result) = channel();
-        let _ = self.0.send(Box::new(move || drop(done.send(job())))); // where the thread has ended, nothing is received
+        let _ = self.0.send(Box::new(move || drop(done.send(job())))); // fails where the thread has ended: `done` is dropped
         result
     }
 }
 
-/// What copies slices beside their exchange.
+/// The threads that copy slices while others are exchanged.
 struct Copiers {
     device: Device,
     reader: Worker,
     writer: Worker,
-    /// What is written, beside what is read.
+    /// The writer's own stream, so that writes overlap reads.
     writing: Stream,
 }
 
@@ -134,23 +134,23 @@ impl Copiers {
     }
 }
 
-/// The buffers of a group's collectives, three of the largest slice at most, and the threads that copy to and from them, kept from
-/// one to the next: pinned memory takes long to make, and a thread to start.
+/// The staging buffers and copying threads of a group, kept from one collective to the next, because pinning memory and starting
+/// threads is slow.
 #[derive(Default)]
 pub(super) struct Buffers {
-    kept: Arc<Kept>,
+    pool: Arc<Pool>,
     copiers: Mutex<Option<Copiers>>,
 }
 
 #[derive(Default)]
-struct Kept(Mutex<Vec<Staging>>);
+struct Pool(Mutex<Vec<Staging>>);
 
-impl Kept {
+impl Pool {
     fn lock(&self) -> MutexGuard<'_, Vec<Staging>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One of at least so many bytes.
+    /// A buffer of at least so many bytes.
     fn take(&self, bytes: usize, device: Device) -> Result<Staging> {
         let mut kept = self.lock();
         match kept.iter().position(|one| one.device == device && one.len() >= bytes) {
@@ -159,20 +159,20 @@ impl Kept {
         }
     }
 
-    /// Keeps the largest.
+    /// Returns a buffer; the [`IN_FLIGHT`] largest are kept.
     fn give_back(&self, staging: Staging) {
         let mut kept = self.lock();
         kept.push(staging);
-        if kept.len() > UNDER_WAY {
+        if kept.len() > IN_FLIGHT {
             kept.sort_by_key(|one| std::cmp::Reverse(one.len()));
-            kept.truncate(UNDER_WAY);
+            kept.truncate(IN_FLIGHT);
         }
     }
 }
 
 impl Buffers {
-    /// Does the steps of a collective slice by slice, through staging buffers of so many bytes. On an OpenCL device a slice is
-    /// exchanged while the next one is read and the last one is written, each on a stream of its own.
+    /// Runs the steps of a collective slice by slice, through staging buffers of so many bytes. On an OpenCL device a slice is
+    /// exchanged while the next one is read and the last one is written, on two streams.
     pub(super) fn in_slices<R, E, W>(
         &self,
         device: Device,
@@ -187,13 +187,13 @@ impl Buffers {
     {
         let Steps { read, mut exchange, write } = steps;
         if device.is_cpu() || slices.len() < 2 {
-            let mut staging = self.kept.take(buffer, device)?;
+            let mut staging = self.pool.take(buffer, device)?;
             for slice in slices {
                 read(&mut staging, slice.clone())?;
                 exchange(&mut staging.bytes()[..buffer], slice.clone())?;
                 write(&mut staging, slice)?;
             }
-            self.kept.give_back(staging);
+            self.pool.give_back(staging);
             return Ok(());
         }
         let mut copiers = self.copiers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -202,34 +202,34 @@ impl Buffers {
             None => copiers.insert(Copiers::start(device)?),
         };
         let (reading, writing) = (Stream::current(device)?, writing.clone());
-        // What was submitted before may still read what is written.
+        // Commands enqueued before may still read the tensors that are written.
         let submitted = reading.record_event()?;
         let (give_back, free) = channel();
-        for _ in 0..UNDER_WAY {
-            let _ = give_back.send(self.kept.take(buffer, device)?);
+        for _ in 0..IN_FLIGHT {
+            let _ = give_back.send(self.pool.take(buffer, device)?);
         }
         let (to_exchange, to_be_exchanged) = channel();
         let (to_write, to_be_written) = channel::<(Staging, Range<usize>)>();
-        let kept = Arc::clone(&self.kept);
-        // A step that fails drops its ends of the channels, which ends the others.
+        let pool = Arc::clone(&self.pool);
+        // A step that fails drops its channels, which ends the other steps.
         let read = reader.run(move || {
             with_stream(&reading, || {
                 for slice in slices {
-                    let Ok(mut staging) = receive_soon(&free) else { break };
+                    let Ok(mut staging) = recv_spinning(&free) else { break };
                     read(&mut staging, slice.clone())?;
                     if to_exchange.send((staging, slice)).is_err() {
                         break;
                     }
                 }
                 drop(to_exchange);
-                free.into_iter().for_each(|staging| kept.give_back(staging));
+                free.into_iter().for_each(|staging| pool.give_back(staging));
                 Ok(())
             })
         });
         let written = writer.run(move || {
             with_stream(&writing, || {
                 writing.wait_event(&submitted)?;
-                while let Ok((mut staging, slice)) = receive_soon(&to_be_written) {
+                while let Ok((mut staging, slice)) = recv_spinning(&to_be_written) {
                     write(&mut staging, slice)?;
                     let _ = give_back.send(staging); // the reader may have failed
                 }
@@ -237,9 +237,9 @@ impl Buffers {
             })
         });
         let mut exchange_all = || {
-            while let Ok((mut staging, slice)) = receive_soon(&to_be_exchanged) {
+            while let Ok((mut staging, slice)) = recv_spinning(&to_be_exchanged) {
                 exchange(&mut staging.bytes()[..buffer], slice.clone())?;
-                let _ = to_write.send((staging, slice)); // where the writer has failed, the reader ends too
+                let _ = to_write.send((staging, slice)); // fails where the writer has: then the reader ends, too
             }
             Ok(())
         };
@@ -250,7 +250,7 @@ impl Buffers {
         };
         let (read, written) = (ended(read), ended(written));
         if read.is_err() || written.is_err() {
-            *copiers = None; // one that has panicked is of no more use
+            *copiers = None; // a thread that has panicked cannot be used again
         }
         read.and(written).and(exchanged)
     }

@@ -1,4 +1,4 @@
-//! Batch normalisation over the batches of all ranks.
+//! Batch normalisation with the statistics of all ranks' batches.
 
 use std::sync::{Arc, OnceLock};
 
@@ -9,11 +9,11 @@ use crate::tensor::TensorOptions;
 use crate::{BatchNormOptions, DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
 
 /// [`BatchNorm`] whose mean and variance in training are those of all ranks' batches together (PyTorch's
-/// `torch.nn.SyncBatchNorm`), for `[N, C, ..]`. Ranks may have batches of different sizes. Its names are those of
-/// [`BatchNorm`], so that checkpoints fit both; in evaluation it is the same.
+/// `torch.nn.SyncBatchNorm`), for `[N, C, ..]`. Ranks may have batches of different sizes. Its parameters have the names of
+/// [`BatchNorm`]'s, so that checkpoints fit both, and evaluation is the same.
 ///
-/// Forward and backward each send a few numbers a channel, which every rank waits for: all ranks run the same layers in one
-/// order. It cannot be differentiated twice.
+/// Forward and backward are collectives of a few numbers for each channel, so all ranks must run the same layers in one order.
+/// It cannot be differentiated twice.
 ///
 /// ```
 /// use claystone::distributed::{Group, SyncBatchNorm};
@@ -46,19 +46,19 @@ impl SyncBatchNorm {
         Ok(SyncBatchNorm(norm))
     }
 
-    /// With another momentum: how far the running statistics move towards a batch's.
+    /// With another momentum: the weight of a batch in the running statistics.
     pub fn with_momentum(self, momentum: f64) -> SyncBatchNorm {
         SyncBatchNorm(self.0.with_momentum(momentum))
     }
 
-    /// With another number added to the variance.
+    /// With another `eps`, which is added to the variance.
     pub fn with_eps(self, eps: f64) -> SyncBatchNorm {
         SyncBatchNorm(self.0.with_eps(eps))
     }
 
-    /// Has every [`BatchNorm`] of a module take the statistics of all ranks from now on, before or after
-    /// [`DataParallel`](super::DataParallel) is made of it; gives how many there are. It finds those that
-    /// [`Module::named_modules`] lists, and the module itself.
+    /// Makes every [`BatchNorm`] of a module use the statistics of all ranks from now on, and gives the number of them. These are
+    /// the ones that [`Module::named_modules`] lists, and the module itself. It works before and after
+    /// [`DataParallel`](super::DataParallel) wraps the module.
     ///
     /// ```
     /// use claystone::distributed::{Group, SyncBatchNorm};
@@ -103,7 +103,7 @@ impl Module for SyncBatchNorm {
 
 const OP: &str = "SyncBatchNorm";
 
-/// [`Tensor::batch_norm`] in training, by the statistics of all ranks.
+/// [`Tensor::batch_norm`] in training, with the statistics of all ranks.
 fn batch_norm(group: &Group, x: &Tensor, options: BatchNormOptions) -> Result<Tensor> {
     let BatchNormOptions { running_mean, running_var, weight, bias, momentum, eps, .. } = options;
     let (Some(weight), Some(bias)) = (weight, bias) else {
@@ -119,35 +119,35 @@ fn batch_norm(group: &Group, x: &Tensor, options: BatchNormOptions) -> Result<Te
     Tensor::apply_op(Normalise { group, running, momentum, eps, elements }, &[x, weight, bias])
 }
 
-/// One forward, and its backward.
+/// The custom operation of one forward and its backward.
 struct Normalise {
     group: Group,
     running: [Option<Tensor>; 2],
     momentum: f64,
     eps: f64,
-    /// How many elements of a channel all ranks have together.
+    /// The number of elements of a channel on all ranks together.
     elements: OnceLock<f64>,
 }
 
-/// Numbers for each channel on the host: what travels is computed with in f64, alike on all ranks.
+/// Rows with a number for each channel, on the host in f64, in which all ranks compute the same statistics.
 fn to_host(rows: &[&Tensor]) -> Result<Vec<f64>> {
     Tensor::stack(rows, 0)?.to_device(Device::Cpu)?.to_dtype(DType::F64)?.to_vec()
 }
 
-/// Rows of numbers for each channel, as tensors that go with those of x in a formula.
+/// Rows with a number for each channel, as tensors on x's device in its compute dtype.
 fn from_host(rows: &[Vec<f64>], x: &Tensor) -> Result<Vec<Tensor>> {
     let all = Tensor::from_slice(&rows.concat(), [rows.len(), rows[0].len()], Device::Cpu)?;
-    let all = all.to_dtype(computed_in(x))?.to_device(x.device())?;
+    let all = all.to_dtype(compute_dtype(x))?.to_device(x.device())?;
     (0..rows.len()).map(|row| all.select(0, row as isize)).collect()
 }
 
-/// The dtype that halves are computed in, or x's own.
-fn computed_in(x: &Tensor) -> DType {
+/// The dtype to compute in: f32 for f16 and bf16, else x's own.
+fn compute_dtype(x: &Tensor) -> DType {
     if x.dtype().size() < 4 { DType::F32 } else { x.dtype() }
 }
 
-/// All dims but that of the channels.
-fn others(x: &Tensor) -> Vec<isize> {
+/// The dims that statistics are taken over: all but that of the channels.
+fn reduced_dims(x: &Tensor) -> Vec<isize> {
     (0..x.rank() as isize).filter(|&d| d != 1).collect()
 }
 
@@ -159,7 +159,7 @@ impl Normalise {
         let mut own = match n {
             0 => vec![0.0; 2 * channels],
             _ => {
-                let (var, mean) = x.to_dtype(computed_in(x))?.var_mean(others(x), 0, false)?;
+                let (var, mean) = x.to_dtype(compute_dtype(x))?.var_mean(reduced_dims(x), 0, false)?;
                 to_host(&[&mean, &var])?
             }
         };
@@ -214,35 +214,36 @@ impl CustomOp for Normalise {
         Ok(out)
     }
 
-    /// By the gradient g of the result y = (x - mean) / std * weight + bias: that of x is weight / std times
-    /// g - sum(g) / n - (x - mean) / var * sum(g * (x - mean)) / n, with sums over all ranks' n elements of the channel.
+    /// For y = (x - mean) / std * weight + bias with gradient g, the gradient of x is
+    /// weight / std * (g - sum(g) / n - (x - mean) / var * sum(g * (x - mean)) / n), with sums over a channel's n elements on all ranks.
     fn backward(&self, ctx: &OpContext, grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
         let saved = ctx.saved_tensors()?;
         let [x, weight, mean, var] = &saved[..] else { unreachable!("four tensors were kept") };
-        let dtype = computed_in(x);
+        let dtype = compute_dtype(x);
         let (wide, grad) = (x.to_dtype(dtype)?, grad.to_dtype(dtype)?);
         let shape: Shape = (0..x.rank()).map(|d| if d == 1 { weight.numel() } else { 1 }).collect();
         let column = |t: &Tensor| t.reshape(&shape);
         let mean = column(mean)?;
         let product = Tensor::map(&[&grad, &wide, &mean], |e| &e[0] * (&e[1] - &e[2]))?;
-        let (sums, products) = (grad.sum(others(x), false)?, product.sum(others(x), false)?);
+        let (sums, products) = (grad.sum(reduced_dims(x), false)?, product.sum(reduced_dims(x), false)?);
         let scale = var.add_scalar(self.eps)?.rsqrt()?;
-        let of_weight = ctx.needs_input_grad(1).then(|| products.mul(&scale)?.to_dtype(weight.dtype())).transpose()?;
-        let of_bias = ctx.needs_input_grad(2).then(|| sums.to_dtype(weight.dtype())).transpose()?;
+        let grad_weight =
+            ctx.needs_input_grad(1).then(|| products.mul(&scale)?.to_dtype(weight.dtype())).transpose()?;
+        let grad_bias = ctx.needs_input_grad(2).then(|| sums.to_dtype(weight.dtype())).transpose()?;
         if !ctx.needs_input_grad(0) {
-            return Ok(vec![None, of_weight, of_bias]);
+            return Ok(vec![None, grad_weight, grad_bias]);
         }
         let own = to_host(&[&sums, &products])?;
         let all = Tensor::from_slice(&own, own.len(), Device::Cpu)?;
         self.group.all_reduce(&all, ReduceOp::Sum)?;
         let means: Vec<f64> = all.to_vec::<f64>()?.iter().map(|sum| sum / self.elements().max(1.0)).collect();
-        let (of_grad, of_product) = means.split_at(weight.numel());
-        let rows = from_host(&[of_grad.to_vec(), of_product.to_vec()], x)?;
+        let (mean_grad, mean_product) = means.split_at(weight.numel());
+        let rows = from_host(&[mean_grad.to_vec(), mean_product.to_vec()], x)?;
         let (weight, scale) = (column(&weight.to_dtype(dtype)?)?, column(&scale)?);
         let inputs = [&grad, &wide, &mean, &scale, &weight, &column(&rows[0])?, &column(&rows[1])?];
-        let of_x = Tensor::map(&inputs, |e: &[Expr]| {
+        let grad_x = Tensor::map(&inputs, |e: &[Expr]| {
             &e[4] * &e[3] * (&e[0] - &e[5] - (&e[1] - &e[2]) * (&e[3] * &e[3]) * &e[6])
         })?;
-        Ok(vec![Some(of_x.to_dtype(x.dtype())?), of_weight, of_bias])
+        Ok(vec![Some(grad_x.to_dtype(x.dtype())?), grad_weight, grad_bias])
     }
 }

@@ -4,81 +4,81 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::transport::{Call, Fault, Transport, suitable_slice};
+use super::transport::{Call, Fault, Transport, default_slice_bytes};
 
-/// Messages that a rank sends another before the first is received.
-const AHEAD: usize = 4;
+/// The capacity of a queue: a rank that sends more messages waits until the first is received.
+const QUEUE_CAPACITY: usize = 4;
 
-/// What was sent and not received yet.
+/// The state of all ranks.
 #[derive(Default)]
-struct Mail {
-    /// By sender, receiver and context.
+struct Queues {
+    /// Messages not received yet, by sender, receiver and context.
     messages: HashMap<(usize, usize, u32), VecDeque<Vec<u8>>>,
     /// The ranks that have left, and why.
     left: HashMap<usize, String>,
 }
 
 #[derive(Default)]
-struct PostOffice {
-    mail: Mutex<Mail>,
+struct Shared {
+    queues: Mutex<Queues>,
     changed: Condvar,
 }
 
-impl PostOffice {
-    /// What a panicking thread leaves is whole: nothing under the lock panics.
-    fn lock(&self) -> MutexGuard<'_, Mail> {
-        self.mail.lock().unwrap_or_else(PoisonError::into_inner)
+impl Shared {
+    /// A poisoned lock is used like any other: no code panics between two changes that belong together.
+    fn lock(&self) -> MutexGuard<'_, Queues> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// One rank's end.
+/// One rank's transport.
 #[derive(Clone)]
 pub(super) struct Threads {
     rank: usize,
     size: usize,
-    office: Arc<PostOffice>,
+    shared: Arc<Shared>,
     next_context: u32,
     timeout: Duration,
 }
 
 impl Threads {
-    /// The ends of so many ranks.
+    /// The transports of `size` ranks.
     pub(super) fn new(size: usize, timeout: Duration) -> Vec<Threads> {
-        let office = Arc::new(PostOffice::default());
-        (0..size).map(|rank| Threads { rank, size, office: Arc::clone(&office), next_context: 1, timeout }).collect()
+        let shared = Arc::new(Shared::default());
+        (0..size).map(|rank| Threads { rank, size, shared: Arc::clone(&shared), next_context: 1, timeout }).collect()
     }
 
-    /// Waits for another rank until `ready` gives something.
-    fn wait<R>(&self, peer: usize, mut ready: impl FnMut(&mut Mail) -> Option<R>) -> Result<R, Fault> {
+    /// Waits until `ready` gives a result, or the peer has left or times out.
+    fn wait<R>(&self, peer: usize, mut ready: impl FnMut(&mut Queues) -> Option<R>) -> Result<R, Fault> {
         let deadline = Instant::now() + self.timeout;
-        let mut mail = self.office.lock();
+        let mut queues = self.shared.lock();
         loop {
-            if let Some(result) = ready(&mut mail) {
-                drop(mail);
-                self.office.changed.notify_all();
+            if let Some(result) = ready(&mut queues) {
+                drop(queues);
+                self.shared.changed.notify_all();
                 return Ok(result);
             }
-            if let Some(why) = mail.left.get(&peer) {
+            if let Some(why) = queues.left.get(&peer) {
                 return Err(Fault { rank: peer, reason: why.clone() });
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else {
                 return Err(Fault { rank: peer, reason: did_not_come(self.timeout) });
             };
-            mail = self.office.changed.wait_timeout(mail, left).unwrap_or_else(PoisonError::into_inner).0;
+            queues = self.shared.changed.wait_timeout(queues, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     fn send(&self, call: Call, to: usize, bytes: &[u8]) -> Result<(), Fault> {
         let mut message = Some(bytes.to_vec());
-        self.wait(to, |mail| {
-            let queue = mail.messages.entry((self.rank, to, call.context)).or_default();
-            (queue.len() < AHEAD).then(|| queue.extend(message.take()))
+        self.wait(to, |queues| {
+            let queue = queues.messages.entry((self.rank, to, call.context)).or_default();
+            (queue.len() < QUEUE_CAPACITY).then(|| queue.extend(message.take()))
         })
     }
 
     fn receive(&self, call: Call, from: usize, into: &mut [u8]) -> Result<(), Fault> {
         let key = (from, self.rank, call.context);
-        let message = self.wait(from, |mail| mail.messages.get_mut(&key).and_then(VecDeque::pop_front))?;
+        let message = self.wait(from, |queues| queues.messages.get_mut(&key).and_then(VecDeque::pop_front))?;
         if message.len() != into.len() {
             let reason = format!("sends {} bytes where {} are expected: {SAME_CALLS}", message.len(), into.len());
             return Err(Fault { rank: from, reason });
@@ -88,7 +88,7 @@ impl Threads {
     }
 }
 
-/// What to do about ranks that do not agree.
+/// The remedy that errors of mismatched calls name.
 pub(super) const SAME_CALLS: &str = "all ranks make the same calls with the same shapes and dtypes in the same order";
 
 pub(super) fn did_not_come(timeout: Duration) -> String {
@@ -107,8 +107,8 @@ impl Transport for Threads {
         self.size
     }
 
-    fn slice(&self) -> usize {
-        suitable_slice()
+    fn slice_bytes(&self) -> usize {
+        default_slice_bytes()
     }
 
     fn next_context(&mut self) -> &mut u32 {
@@ -121,7 +121,7 @@ impl Transport for Threads {
         sends: &[(usize, &[u8])],
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault> {
-        if let Some(why) = self.office.lock().left.get(&self.rank) {
+        if let Some(why) = self.shared.lock().left.get(&self.rank) {
             return Err(Fault { rank: self.rank, reason: why.clone() });
         }
         sends.iter().try_for_each(|(to, bytes)| self.send(call, *to, bytes))?;
@@ -129,7 +129,7 @@ impl Transport for Threads {
     }
 
     fn leave(&mut self, why: &str) {
-        self.office.lock().left.entry(self.rank).or_insert_with(|| why.into());
-        self.office.changed.notify_all();
+        self.shared.lock().left.entry(self.rank).or_insert_with(|| why.into());
+        self.shared.changed.notify_all();
     }
 }

@@ -1,26 +1,26 @@
-//! What carries bytes between the ranks of a job.
+//! The interface through which collectives send bytes to other ranks: MPI or threads implement it.
 
 use super::plan::{Lane, Plan};
 use crate::device::cpu::threads;
 use crate::{Error, Result};
 
-/// Bytes between ranks, all at once. Ranks are those of the whole job; `context` tells the groups apart that it is split into.
+/// Point-to-point messages. Ranks are those of the job, and the `context` of a [`Call`] says which of its groups a message belongs to.
 pub(super) trait Transport {
     fn rank(&self) -> usize;
 
     fn size(&self) -> usize;
 
-    /// Bytes of tensors that travel at a time, on every rank.
-    fn slice(&self) -> usize;
+    /// The bytes of a slice, into which collectives cut tensors: the same on every rank.
+    fn slice_bytes(&self) -> usize;
 
-    /// The least context that this rank has used in no group.
+    /// The smallest context that no group of this rank has used.
     fn next_context(&mut self) -> &mut u32;
 
-    /// Sends and receives what is given, each with its rank, in whatever order it goes. What two ranks send each other in a
-    /// context is received in the order in which it was sent, in pieces of the sizes in which it was sent.
+    /// Sends and receives these messages concurrently, each with its peer's rank. Messages between two ranks in one context are
+    /// received in the order in which they were sent, each with the size with which it was sent.
     ///
     /// # Errors
-    /// A [`Fault`] where a rank that it waits for has left the job, or does not come.
+    /// A [`Fault`] where a peer has left the job, or times out.
     fn exchange(
         &mut self,
         call: Call,
@@ -28,42 +28,43 @@ pub(super) trait Transport {
         receives: &mut [(usize, &mut [u8])],
     ) -> Result<(), Fault>;
 
-    /// What exchanges with these ranks, of which this one is one, on several threads; none unless all are of one machine.
+    /// The lanes between these ranks, which include this one; none unless all of them run on one machine.
     fn lanes(&mut self, _ranks: &[usize]) -> Option<&mut dyn Lanes> {
         None
     }
 
-    /// Tells the others that this rank sends nothing any more, and why.
+    /// Tells the other ranks that this one sends no more messages, and why.
     fn leave(&mut self, why: &str);
 }
 
-/// Ranks of one machine that exchange on several threads. What two ranks send each other in a context on a lane is received in
-/// the order in which it was sent.
+/// Parallel paths between the ranks of one machine (NCCL's channels), each served by one thread of a rank at a time. Messages
+/// between two ranks on one lane are received in the order in which they were sent.
 pub(super) trait Lanes {
-    /// How many there are, on every rank.
+    /// The number of lanes, the same on every rank.
     fn count(&self) -> usize;
 
-    /// Exchanges a slice.
+    /// Exchanges one slice, each lane its own part of it.
     ///
     /// # Errors
     /// As [`Transport::exchange`].
     fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault>;
 }
 
-/// The slice that suits this process: with one thread little enough to stay in a processor's caches, with more enough for all.
-pub(super) fn suitable_slice() -> usize {
+/// The bytes of a slice for this process: with one thread few enough to stay in its caches, with several enough for each to have
+/// a part.
+pub(super) fn default_slice_bytes() -> usize {
     if threads() == 1 { 1 << 20 } else { 4 << 20 }
 }
 
-/// Which collective asks.
+/// The collective that an exchange belongs to.
 #[derive(Debug, Clone, Copy)]
-#[cfg_attr(not(feature = "mpi"), allow(dead_code))] // `op` is for the sentence with which a process ends
+#[cfg_attr(not(feature = "mpi"), allow(dead_code))] // `op` is for the message that MPI ranks print before they exit
 pub(super) struct Call {
     pub op: &'static str,
     pub context: u32,
 }
 
-/// A rank of the job did not do its part.
+/// A peer that failed, left the job or timed out.
 #[derive(Debug)]
 pub(super) struct Fault {
     pub rank: usize,

@@ -1,10 +1,9 @@
-//! Optimisers of which every rank has a part (ZeRO, stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
-//! Trillion Parameter Models").
+//! Optimisers whose state is sharded among the ranks (ZeRO, stage 1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+//! Training Trillion Parameter Models").
 //!
-//! The parameters of a bucket of [`DataParallel`] lie in one buffer, their gradients in another; both have as many equal parts
-//! as there are ranks. Backward leaves a rank the mean of its part of the gradients (`reduce_scatter`), the rank's optimiser
-//! steps its part of the parameters, and `all_gather` brings the parts to all ranks: together as many bytes as `all_reduce`
-//! sends.
+//! The parameters of a bucket of [`DataParallel`] are views of one buffer, their gradients of another, and each rank has an equal
+//! part of both. Backward gives a rank the mean of its part of the gradients (`reduce_scatter`), the rank's optimiser steps its
+//! part of the parameters, and `all_gather` sends the new parameters to all ranks: as many bytes as an `all_reduce` sends.
 
 use std::sync::Arc;
 
@@ -18,13 +17,13 @@ use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
 
 const OP: &str = "ZeroRedundancyOptimizer";
 
-/// An optimiser whose state is divided among the ranks (ZeRO, stage 1; PyTorch's `ZeroRedundancyOptimizer`): each has that of
-/// `1 / group.size()` of the parameters' elements, f32 master weights of halves included, and steps these. Training is the same
-/// as with the whole optimiser on every rank, in the same number of bytes that travel; the part of the gradients is sent while
-/// backward computes the rest.
+/// An optimiser whose state is sharded among the ranks (ZeRO, stage 1; PyTorch's `ZeroRedundancyOptimizer`): each steps
+/// `1 / group.size()` of the parameters' elements and has their state, including the f32 master weights of f16 and bf16. The
+/// steps are those of an unsharded optimiser on every rank, and as many bytes are sent. Gradients are sent while backward
+/// computes the rest.
 ///
-/// Any optimiser that works element by element can be divided. It is made of parts of the parameters: tensors of the parameters'
-/// ranks, `[1, .., 1, n]`, of which `n` elements are this rank's, maybe none.
+/// Any elementwise optimiser can be sharded. It is given the parts of the parameters that this rank has: tensors of as many
+/// dimensions as the parameters, `[1, .., 1, n]`, where `n` may be 0.
 ///
 /// ```
 /// use claystone::distributed::{DataParallel, Group, ZeroRedundancyOptimizer};
@@ -52,48 +51,48 @@ const OP: &str = "ZeroRedundancyOptimizer";
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// After a backward of all ranks [`Tensor::grad`] of the parameters is none, for each rank has a part of their gradients only:
-/// [`clip_grad_norm_`](Self::clip_grad_norm_) clips by the norm of all. [`GradScaler`](crate::optim::GradScaler) and
-/// schedules work as with other optimisers. In [`DataParallel::no_sync`] gradients add up on their rank, whole, until a backward
-/// outside of it.
+/// After a synchronised backward [`Tensor::grad`] of the model's parameters is none, because each rank has only its part of the
+/// gradients; [`clip_grad_norm_`](Self::clip_grad_norm_) clips by the norm of all parts. [`GradScaler`](crate::optim::GradScaler)
+/// and schedules work as with other optimisers. In [`DataParallel::no_sync`] each rank accumulates full gradients until a
+/// backward outside of it.
 ///
-/// Its state dict has this rank's part. [`save_checkpoint`](super::save_checkpoint) puts the parts together to what the whole
-/// optimiser would save, [`save_sharded_checkpoint`](super::save_sharded_checkpoint) has every rank write its own, and
+/// Its state dict has this rank's part. [`save_checkpoint`](super::save_checkpoint) saves the parts as one unsharded state,
+/// [`save_sharded_checkpoint`](super::save_sharded_checkpoint) saves each rank's part in a file of its own, and
 /// [`load_checkpoint`](super::load_checkpoint) reads both on any number of ranks.
 pub struct ZeroRedundancyOptimizer<O> {
     inner: O,
     shards: Arc<Shards>,
-    /// What this rank has of the optimiser's parameters, in its order.
+    /// For each parameter of `inner` the elements that it has of a model's parameter.
     pieces: Vec<Piece>,
-    /// The [`Shard::version`] of each bucket that this rank's part goes with.
+    /// For each bucket the [`Shard::version`] from which this rank's part was last copied.
     versions: Vec<u64>,
 }
 
-/// What this rank has of every bucket.
+/// The buckets, with this rank's part of each.
 pub(super) struct Shards {
     group: Group,
     buckets: Vec<Shard>,
 }
 
-/// A bucket's parameters, and the part of them that is this rank's.
+/// A bucket's parameters, and this rank's part of them.
 struct Shard {
-    /// Which parameters of the model, in ascending order.
+    /// The indices of the parameters in the model, in ascending order.
     indices: Vec<usize>,
     parameters: Vec<Tensor>,
-    /// All values and gradients, and for each parameter its view of them.
+    /// The values and gradients of all parameters.
     values: Flat,
     gradients: Flat,
-    /// This rank's part of the values, and of the gradients. The values have memory of their own: what `all_gather` writes is not
-    /// to look as if somebody had set the weights anew, for then f32 masters would be made of rounded ones.
+    /// This rank's part of the values and of the gradients. The values do not share `values`' storage: `all_gather` writes to that,
+    /// which would count as a change of the weights, so that f32 master weights would be made anew from rounded ones.
     own_values: Tensor,
     own_gradients: Tensor,
-    /// Of each parameter the elements that are this rank's, a leaf in `own_values`, and where its gradient is.
+    /// For each parameter the elements that are this rank's, as a leaf in `own_values`, and its gradient in `own_gradients`.
     leaves: Vec<Tensor>,
     slots: Vec<Tensor>,
     pieces: Vec<Piece>,
 }
 
-/// A buffer, and views of it one after another.
+/// A buffer, and a view of it for each parameter, in their order.
 struct Flat {
     buffer: Tensor,
     views: Vec<Tensor>,
@@ -112,13 +111,13 @@ impl Flat {
     }
 }
 
-/// Whether both are the same elements of the same storage.
+/// Whether both tensors are the same elements of one storage.
 fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
     a.shares_storage(b) && a.offset() == b.offset() && a.strides() == b.strides()
 }
 
 impl Shard {
-    /// Of these parameters, which stay where they are.
+    /// Copies the parameters' values; the parameters themselves are not changed before [`take_over`](Self::take_over).
     fn new(group: &Group, indices: Vec<usize>, parameters: &[&Tensor]) -> Result<Shard> {
         let elements: usize = parameters.iter().map(|p| p.numel()).sum();
         let share = elements.div_ceil(group.size());
@@ -130,7 +129,7 @@ impl Shard {
         let own_gradients = Tensor::zeros(share, &own_values)?;
         let (mut leaves, mut slots, mut pieces, mut start) = (Vec::new(), Vec::new(), Vec::new(), 0);
         for p in parameters {
-            // Clamped to this rank's part, also where that has nothing of it.
+            // Clamped to this rank's part, which gives an empty range where the part has no element of the parameter.
             let at = |element: usize| (start + element).clamp(own, own + share);
             let (from, to) = (at(0), at(p.numel()));
             let shape: Shape = (1..p.rank()).map(|_| 1).chain([to - from]).collect();
@@ -148,7 +147,7 @@ impl Shard {
         Ok(Shard { indices, parameters, values, gradients, own_values, own_gradients, leaves, slots, pieces })
     }
 
-    /// Moves parameters into the buffer whose memory nobody else holds; the others stay where everybody sees them change.
+    /// Moves parameters into the buffer. Those whose storage other tensors share keep it, so that these see every step.
     fn take_over(&mut self, parameters: Vec<&mut Tensor>) -> Result<()> {
         for ((p, view), slot) in parameters.into_iter().zip(&self.values.views).zip(&self.gradients.views) {
             if p.storage().is_unique() {
@@ -162,8 +161,8 @@ impl Shard {
         Ok(())
     }
 
-    /// Parameters that are not in the buffer, with the buffer's views of them.
-    fn elsewhere(&self) -> impl Iterator<Item = (&Tensor, &Tensor)> {
+    /// Parameters that kept their own storage, with their views of the buffer.
+    fn outside_buffer(&self) -> impl Iterator<Item = (&Tensor, &Tensor)> {
         self.parameters.iter().zip(&self.values.views).filter(|(p, view)| !is_same_view(p, view))
     }
 
@@ -172,16 +171,16 @@ impl Shard {
         self.parameters.iter().map(|p| p.storage().version()).sum()
     }
 
-    /// Makes this rank's part what the parameters are.
+    /// Copies the parameters to this rank's part.
     fn refresh(&self, rank: usize) -> Result<()> {
-        self.elsewhere().try_for_each(|(p, view)| view.copy_(p).map(|_| ()))?;
+        self.outside_buffer().try_for_each(|(p, view)| view.copy_(p).map(|_| ()))?;
         let share = self.own_values.numel();
         self.own_values.copy_(&self.values.buffer.narrow(0, rank * share, share)?).map(|_| ())
     }
 }
 
 impl Shards {
-    /// Sends the gradients of a bucket, in the bucket's order: the mean of this rank's part comes back.
+    /// Reduces the gradients of a bucket, given in the bucket's order, to the mean of this rank's part.
     pub fn send(&self, bucket: usize, gradients: &[Tensor], dtype: Option<DType>) -> Result<Work<Tensor>> {
         let all = &self.buckets[bucket].gradients;
         for (view, grad) in all.views.iter().zip(gradients.iter().rev()).filter(|(v, g)| !is_same_view(v, g)) {
@@ -191,7 +190,7 @@ impl Shards {
         self.group.reduce_scatter_async(&travel, ReduceOp::Mean)
     }
 
-    /// Adds the mean of this rank's part of a bucket to the gradients that it has; none of parameters that no rank reached.
+    /// Adds the mean of a bucket's part to the gradients that this rank has accumulated. Parameters that no rank reached get none.
     pub fn receive(&self, bucket: usize, mean: &Tensor, reached: &[bool]) -> Result<()> {
         let Shard { indices, parameters, own_gradients, leaves, slots, .. } = &self.buckets[bucket];
         match leaves.iter().all(|leaf| leaf.grad().is_none()) {
@@ -211,8 +210,8 @@ impl Shards {
 }
 
 impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
-    /// Of all parameters of a model that require a gradient. `make` makes the optimiser of this rank's parts of them, which
-    /// have the parameters' names: `AdamW::grouped(parameters, |_, _| config)` of all alike. All ranks call it.
+    /// An optimiser of all parameters of a model that require a gradient. `make` is given this rank's parts of them under the
+    /// parameters' names, and gives an optimiser, such as `AdamW::grouped(parameters, |_, _| config)`. All ranks call it.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a model that was converted after [`DataParallel::new`] or that has such an optimiser already;
@@ -235,14 +234,14 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
             let reason = "the model has other parameters than when DataParallel was made: convert it before that";
             return Err(Error::invalid(OP, reason));
         }
-        // Everything that can fail comes first: on an error the model keeps the parameters it had.
+        // Everything that can fail comes first, so that on an error the model keeps its parameters.
         let shard = |bucket: &Vec<usize>| {
             let indices: Vec<usize> = bucket.iter().rev().copied().collect();
             let of_bucket: Vec<&Tensor> = indices.iter().filter_map(|&i| parameters[i].as_deref()).collect();
             Shard::new(group, indices, &of_bucket)
         };
         let mut shards = no_grad(|| buckets.iter().map(shard).collect::<Result<Vec<_>>>())?;
-        // The parts in the order of the parameters: buckets have the last ones first.
+        // In the order of the model's parameters: the first bucket has the last ones.
         let ascending = || shards.iter().rev();
         let mut leaves: Vec<Tensor> = ascending().flat_map(|s| &s.leaves).map(Tensor::shallow_clone).collect();
         let inner = make(names.into_iter().zip(&mut leaves).collect())?;
@@ -268,12 +267,11 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         &self.inner
     }
 
-    /// Scales all ranks' gradients down so that the norm of all of them together is at most `max_norm`; gives the norm before,
-    /// a scalar ([`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_), which sees this rank's part only). All ranks call
-    /// it; it waits for their norms.
+    /// [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) by the norm over the parts of all ranks: scales gradients so that
+    /// their total norm is at most `max_norm`, and gives the norm before as a scalar. All ranks call it, and wait for each other.
     ///
     /// # Errors
-    /// As there; those of collectives.
+    /// Those of [`optim::clip_grad_norm_`](crate::optim::clip_grad_norm_) and of collectives.
     pub fn clip_grad_norm_(&self, max_norm: f64, norm_type: f64) -> Result<Tensor> {
         let parts = self.inner.parameters();
         let own = get_total_norm(parts.iter().filter_map(|p| p.grad()), norm_type)?;
@@ -285,7 +283,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         Ok(total)
     }
 
-    /// Makes this rank's part what the parameters are, where they were changed since the last step.
+    /// Copies parameters that were changed since the last step to this rank's part.
     fn refresh(&mut self) -> Result<()> {
         for (shard, version) in self.shards.buckets.iter().zip(&mut self.versions) {
             if shard.parameters.iter().any(|p| p.successor().is_some()) {
@@ -300,7 +298,7 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         Ok(())
     }
 
-    /// The state's entry of this name as a part of a parameter, if it is one.
+    /// The piece of a parameter that an entry of the optimiser's state belongs to; none for entries of another shape, such as `step`.
     fn piece(&self, name: &str, entry: &Tensor) -> Option<&Piece> {
         let i: usize = name.strip_prefix("state.")?.split('.').next()?.parse().ok()?;
         let shape = self.inner.parameters().get(i)?.shape().clone();
@@ -319,7 +317,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
             let work = self.shards.buckets.iter().map(gather).collect::<Result<Vec<_>>>()?;
             for ((shard, version), work) in self.shards.buckets.iter().zip(&mut self.versions).zip(work) {
                 work.wait()?;
-                shard.elsewhere().try_for_each(|(p, view)| p.copy_(view).map(|_| ()))?;
+                shard.outside_buffer().try_for_each(|(p, view)| p.copy_(view).map(|_| ()))?;
                 *version = shard.version();
             }
             Ok(())
@@ -331,7 +329,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         self.shards.buckets.iter().flat_map(|s| &s.parameters).for_each(Tensor::zero_grad);
     }
 
-    /// This rank's parts of them.
+    /// This rank's parts of the model's parameters.
     fn parameters(&self) -> Vec<&Tensor> {
         self.inner.parameters()
     }
@@ -344,7 +342,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         self.inner.set_learning_rates(rates)
     }
 
-    /// On all ranks: whether those of all are. All ranks call it.
+    /// Whether the gradients of all ranks are finite. All ranks call it.
     fn gradients_are_finite(&self) -> Result<bool> {
         let own = u8::from(self.inner.gradients_are_finite()?);
         let all = Tensor::from_slice(&[own], 1, Device::Cpu)?;
@@ -352,8 +350,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         Ok(all.item::<u8>()? == 1)
     }
 
-    /// This rank's part: `state.3.exp_avg[0..5 of 4x3]` for the first 5 elements of what a whole optimiser has as
-    /// `state.3.exp_avg`.
+    /// This rank's part: `state.3.exp_avg[0..5 of 4x3]` has the first 5 elements of an unsharded optimiser's `state.3.exp_avg`.
     fn state_dict(&self) -> Result<StateDict> {
         let mut state = StateDict::new();
         for (name, entry) in self.inner.state_dict()? {
@@ -367,7 +364,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
         Ok(state)
     }
 
-    /// From the state of the whole optimiser, of which this rank takes its part, or its own part.
+    /// Loads this rank's part from the state of an unsharded optimiser or from that part itself.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let mut own = StateDict::new();
         for (name, entry) in self.inner.state_dict()? {
@@ -385,13 +382,12 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
                 format!("the state has {name}, which this optimiser does not: make the same one"),
             ));
         }
-        // Before the masters of halves are loaded: a refresh would round them.
+        // Before master weights are loaded, which a later refresh would replace by rounded ones.
         no_grad(|| self.refresh())?;
         self.inner.load_state_dict(&own)
     }
 }
 
-/// A part of a checkpoint of all ranks.
 impl<O: Optimizer> Stateful for ZeroRedundancyOptimizer<O> {
     fn state_dict(&self) -> Result<StateDict> {
         Optimizer::state_dict(self)
