@@ -21,8 +21,8 @@ pub(crate) mod profiled;
 mod reference;
 
 use crate::backend::problem::{
-    Attended, Blocking, Channels, Chosen, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
-    Normalisation, Nth, Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
+    AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
+    Normalisation, Nth, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Task, Tuning, Views, Windows,
 };
 use crate::backend::profiled::{Profiled, describe};
 use crate::device::profiler;
@@ -61,9 +61,9 @@ pub(crate) trait Backend: Sync {
     /// Where `values` would be inserted into lines sorted along their last dim, whose steps are `step`.
     fn search(&self, x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()>;
     /// The first `k` elements along dim `d` in sorted order; None where sorting is the way.
-    fn first(&self, x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>>;
+    fn first(&self, x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>>;
     /// One element along dim `d` by its rank; None where sorting is the way.
-    fn nth(&self, x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>>;
+    fn nth(&self, x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>>;
 
     /// Reads elements through an index.
     fn gather(&self, g: &Indexed, out: &Tensor) -> Result<()>;
@@ -160,12 +160,12 @@ pub(crate) trait Backend: Sync {
     fn has_attention(&self, _a: &FusedAttention) -> Result<bool> {
         Ok(false)
     }
-    /// The result, and the log-sum-exp of each row of scores: see [`Attended`]. For what [`has_attention`](Self::has_attention).
+    /// The result, and the log-sum-exp of each row of scores: see [`AttentionBackward`]. For what [`has_attention`](Self::has_attention).
     fn attention(&self, a: &FusedAttention, _out: &Tensor, _logsumexp: &Tensor) -> Result<()> {
         Err(Error::invalid("scaled_dot_product_attention", format!("{} computes it of products", a.q.device())))
     }
     /// The gradients of queries, keys and values, each of the shape of its operand.
-    fn attention_backward(&self, a: &FusedAttention, _of: &Attended, _results: [&Tensor; 3]) -> Result<()> {
+    fn attention_backward(&self, a: &FusedAttention, _of: &AttentionBackward, _results: [&Tensor; 3]) -> Result<()> {
         Err(Error::invalid("scaled_dot_product_attention", format!("{} computes it of products", a.q.device())))
     }
     /// How large the blocks of attention's scores are; `cheap` where blocks save work.
@@ -241,7 +241,7 @@ pub(crate) fn compute(
 }
 
 /// [`fill`] where the backend makes the outputs itself, or declines.
-pub(crate) fn choose(x: &Tensor, f: impl FnOnce(&dyn Backend) -> Result<Option<Chosen>>) -> Result<Option<Chosen>> {
+pub(crate) fn choose(x: &Tensor, f: impl FnOnce(&dyn Backend) -> Result<Option<Selected>>) -> Result<Option<Selected>> {
     let chosen = f(of(x.device()))?;
     let outputs = chosen.iter().flat_map(|c| c.values.iter().chain([&c.indices]));
     outputs.for_each(|t| t.storage.filled());

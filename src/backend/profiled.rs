@@ -5,8 +5,8 @@ use smallvec::SmallVec;
 use crate::backend::Backend;
 use crate::backend::problem::softmax::RowOp;
 use crate::backend::problem::{
-    Attended, Blocking, Channels, Chosen, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
-    Normalisation, Nth, Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
+    AttentionBackward, Blocking, Channels, Combine, Convolution, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy,
+    Normalisation, Nth, Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Task, Tuning, Views, Windows,
 };
 use crate::device::profiler::{Operation, operation};
 use crate::layout::Layout;
@@ -110,9 +110,9 @@ fn of_norm(rows: &Normalisation) -> Operation {
 fn of_windows(task: Task) -> &'static str {
     match task {
         Task::Max => "max_pool2d",
-        Task::Unmax => "max_pool2d backward",
+        Task::MaxBackward => "max_pool2d backward",
         Task::Mean(_) => "avg_pool2d",
-        Task::Unmean(_) => "avg_pool2d backward",
+        Task::MeanBackward(_) => "avg_pool2d backward",
     }
 }
 
@@ -202,7 +202,7 @@ impl Backend for Profiled {
             describe(of_windows(task), [x, index, out]);
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
             of_attention("scaled_dot_product_attention", a, [out, logsumexp], 2);
-        attention_backward(a: &FusedAttention, of: &Attended, results: [&Tensor; 3]) -> Result<()> =
+        attention_backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> =
             of_attention("scaled_dot_product_attention backward", a, [of.out, of.grad].into_iter().chain(results), 5);
         interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
             describe(if transposed { "interpolate backward" } else { "interpolate" }, [x, out]);
@@ -216,8 +216,8 @@ impl Backend for Profiled {
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
             describe("cat", tensors.iter().copied().chain([out]));
         zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = describe("tril", [x, x]);
-        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> = describe("topk", [x]);
-        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> = describe("kthvalue", [x]);
+        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> = describe("topk", [x]);
+        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>> = describe("kthvalue", [x]);
         masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> = describe("masked_select", [x, mask]);
         normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
             describe("batch_norm", [x, x]);

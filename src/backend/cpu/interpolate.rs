@@ -94,8 +94,9 @@ fn partition(x: &Tensor, out: &Tensor, to: &mut [u8], job: impl Fn(usize, &mut [
 fn picked<T: Pod + Send + Sync>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut [u8]) {
     let dims = out.shape().dims();
     let (height, width, step) = (dims[2], dims[3], rows.x.strides()[3]);
-    let [down, across] = [(resize.rows, height), (resize.columns, width)]
-        .map(|(samples, n)| -> Vec<usize> { (0..n).map(|o| samples.map_or(o, |samples| samples.at(o).0)).collect() });
+    let [down, across] = [(resize.rows, height), (resize.columns, width)].map(|(samples, n)| -> Vec<usize> {
+        (0..n).map(|o| samples.map_or(o, |samples| samples.source(o).0)).collect()
+    });
     let from: &[T] = bytemuck::cast_slice(rows.bytes);
     partition(rows.x, out, to, |first, to| {
         let to: &mut [T] = bytemuck::cast_slice_mut(to);
@@ -199,7 +200,7 @@ struct Mix<C> {
 
 impl<C: Number> Mix<C> {
     fn new(samples: &Samples, o: usize) -> Mix<C> {
-        let (low, high, share) = samples.at(o);
+        let (low, high, share) = samples.source(o);
         let share = C::from_f64(share);
         match share < C::from_f64(0.5) {
             true => Mix { near: low, other: high, share },
@@ -293,15 +294,15 @@ impl<C: Number> Mixing<'_, C> {
 /// Which elements of a result each element of an input has a share of, and the shares.
 struct Shares<C> {
     /// The first such element of the result, and the end of the shares.
-    takers: Vec<(usize, usize)>,
+    outputs: Vec<(usize, usize)>,
     shares: Vec<C>,
 }
 
 impl<C: Number> Shares<C> {
     fn new(samples: &Samples) -> Shares<C> {
         let mut shares = Vec::new();
-        let takers = (0..samples.from).map(|j| {
-            let (first, last) = samples.takers(j);
+        let outputs = (0..samples.from).map(|j| {
+            let (first, last) = samples.outputs_of(j);
             shares.extend((first..last).map(|o| {
                 let (mix, one) = (Mix::<C>::new(samples, o), C::from_i32(1));
                 match (mix.near == j, mix.other == j) {
@@ -312,14 +313,14 @@ impl<C: Number> Shares<C> {
             }));
             (first, shares.len())
         });
-        Shares { takers: takers.collect(), shares }
+        Shares { outputs: outputs.collect(), shares }
     }
 
     /// The first element of the result that element j has a share of, and the shares of it and of those behind it.
     #[inline(always)]
     fn of(&self, j: usize) -> (usize, &[C]) {
-        let start = if j == 0 { 0 } else { self.takers[j - 1].1 };
-        (self.takers[j].0, &self.shares[start..self.takers[j].1])
+        let start = if j == 0 { 0 } else { self.outputs[j - 1].1 };
+        (self.outputs[j].0, &self.shares[start..self.outputs[j].1])
     }
 }
 
@@ -337,7 +338,7 @@ struct Gather<'a, C> {
 impl<C: Number> Gather<'_, C> {
     #[inline(always)]
     fn run(&mut self, first: usize, made: &mut [C]) {
-        let width = self.across.as_ref().map_or(self.rows.len(), |across| across.takers.len());
+        let width = self.across.as_ref().map_or(self.rows.len(), |across| across.outputs.len());
         let zero = C::from_i32(0);
         for (r, to) in made.chunks_exact_mut(width).enumerate() {
             let (plane, o) = ((first + r) / self.height, (first + r) % self.height);

@@ -43,8 +43,8 @@ pub(crate) mod window;
 
 use crate::backend::Backend;
 use crate::backend::problem::{
-    Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
-    Reduction, Resize, Scan, Softmax, Task, Windows,
+    Blocking, Channels, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth, Reduction,
+    Resize, Scan, Selected, Softmax, Task, Windows,
 };
 use crate::backend::profiled::{describe, describe_flops};
 use crate::backend::written;
@@ -85,9 +85,9 @@ impl Backend for Cpu {
             counted(sort::run(x, d, descending, values, indices));
         search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
             counted(sort::search(x, lines, step, v, right, out));
-        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> =
+        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
             counted_if(select::first(x, d, k, descending), |first| first.indices.numel() > 0).map(Some);
-        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> =
+        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>> =
             counted_if(select::nth(x, d, nth), |nth| nth.indices.numel() > 0).map(Some);
         gather(g: &Indexed, out: &Tensor) -> Result<()> = counted(gather::gather(g, out));
         scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> =
@@ -138,8 +138,8 @@ impl Backend for Cpu {
     }
 
     fn blocking(&self, memory: usize, cheap: bool) -> Blocking {
-        let whole = if cheap { Blocking::FEW } else { Blocking::share(memory) };
-        Blocking { whole, block: Blocking::FEW.min(threads() << 19), queries: 128 }
+        let unblocked_bytes = if cheap { Blocking::MIN_UNBLOCKED_BYTES } else { Blocking::share(memory) };
+        Blocking { unblocked_bytes, block_bytes: Blocking::MIN_UNBLOCKED_BYTES.min(threads() << 19), min_queries: 128 }
     }
 }
 

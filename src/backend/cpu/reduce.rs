@@ -80,7 +80,7 @@ impl ReductionJob<'_> {
         };
         match &rule.element {
             Element::Itself => reduced(&|at, stride, out| load_tile(dtype, bytes, at as usize, stride, out)),
-            Element::Truth => reduced(&|at, stride, out| {
+            Element::NonZero => reduced(&|at, stride, out| {
                 let mut values = [C::from_i32(0); TILE];
                 let values = &mut values[..out.len()];
                 load_tile(dtype, bytes, at as usize, stride, values);

@@ -6,7 +6,7 @@ use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::sort::{Ordered, compared_in};
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::lines::Lines;
-use crate::backend::problem::select::{Chosen, Nth, with};
+use crate::backend::problem::select::{Nth, Selected, with};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
@@ -138,17 +138,17 @@ fn bar<C: Ordered, const LANES: usize>(elements: &[C], k: usize, descending: boo
 }
 
 /// Indices of the first `k` elements of each line in sorted order.
-pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Chosen> {
+pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Selected> {
     chosen(x, d, k, |out| first_into(x, d, k, descending, out))
 }
 
 /// The index of one element of each line by its rank.
-pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Chosen> {
+pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Selected> {
     let n = x.shape().dims()[d];
     chosen(x, d, 1, |out| nth_into(x, d, |nans| nth.rank(n, nans), out))
 }
 
-fn chosen(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -> Result<()>) -> Result<Chosen> {
+fn chosen(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -> Result<()>) -> Result<Selected> {
     let out = Tensor::empty_like_shape(with(x, d, k), DType::I64, x.device())?;
     if out.numel() > 0 {
         choose(&out)?;

@@ -137,7 +137,7 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
     with_host(&[&x.storage, &index.storage], &[&out.storage], |reads, writes| {
         let start = index.layout.offset;
         // Read for its dtype only where it is an index.
-        let indices: &[i64] = if task == Task::Unmax { &bytemuck::cast_slice(reads[1])[start..] } else { &[] };
+        let indices: &[i64] = if task == Task::MaxBackward { &bytemuck::cast_slice(reads[1])[start..] } else { &[] };
         match x.dtype.compute() {
             Compute::F64 => job.others::<f64>(reads[0], indices, writes[0]),
             _ => job.others::<f32>(reads[0], indices, writes[0]),
@@ -152,9 +152,9 @@ fn in_planes(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) 
         let (inputs, exprs, outputs) = (&[from], &[Expr::input(0)], &[to]);
         map::formulas(&Formulas { op: "copy", inputs, params: Params::default(), exprs, outputs })
     };
-    let moves = matches!(task, Task::Max | Task::Unmax) && !index.is_contiguous();
+    let moves = matches!(task, Task::Max | Task::MaxBackward) && !index.is_contiguous();
     let (planes, indices) = (rows(out)?, if moves { rows(index)? } else { index.detach() });
-    if moves && task == Task::Unmax {
+    if moves && task == Task::MaxBackward {
         copy(index, &indices)?;
     }
     run(w, task, x, &indices, &planes)?;
@@ -240,7 +240,7 @@ impl PoolJob<'_> {
             (top..bottom).flat_map(move |h| (left..right).map(move |v| h * w.image[1] + v))
         };
         let shares: Vec<C> = match self.task {
-            Task::Mean(divisor) | Task::Unmean(divisor) => {
+            Task::Mean(divisor) | Task::MeanBackward(divisor) => {
                 (0..windows).map(|o| C::from_i64(w.divisor([o / w.grid[1], o % w.grid[1]], divisor) as i64)).collect()
             }
             _ => Vec::new(),
@@ -248,24 +248,24 @@ impl PoolJob<'_> {
         let (zero, size, taps) = (C::from_i32(0), DType::size(self.x.dtype), Taps::new(w));
         let several = |first: usize, out: &mut [u8]| {
             let (mut buffer, mut result, mut picked) = (Vec::new(), vec![zero; made], vec![zero; w.grid[1]]);
-            let mut scaled = vec![zero; if let Task::Unmean(_) = self.task { windows } else { 0 }];
+            let mut scaled = vec![zero; if let Task::MeanBackward(_) = self.task { windows } else { 0 }];
             for (i, out) in out.chunks_mut(made * size).enumerate() {
                 let plane = self.plane::<C>(bytes, first + i, &mut buffer);
                 result.fill(zero);
                 let result = &mut result[..];
                 match self.task {
                     Task::Mean(_) if !w.adaptive => means(&taps, plane, &mut picked, &shares, result),
-                    Task::Unmean(_) if !w.adaptive => {
+                    Task::MeanBackward(_) if !w.adaptive => {
                         spread(&taps, plane, &shares, &mut scaled, result);
                     }
                     Task::Mean(_) => result.iter_mut().zip(&shares).enumerate().for_each(|(o, (y, share))| {
                         *y = inside(o).fold(*y, |sum, at| sum.add(plane[at])).div(*share);
                     }),
-                    Task::Unmean(_) => plane.iter().zip(&shares).enumerate().for_each(|(o, (g, share))| {
+                    Task::MeanBackward(_) => plane.iter().zip(&shares).enumerate().for_each(|(o, (g, share))| {
                         let g = g.div(*share);
                         inside(o).for_each(|at| result[at] = result[at].add(g));
                     }),
-                    Task::Unmax => plane.iter().zip(&indices[(first + i) * windows..]).for_each(|(g, &at)| {
+                    Task::MaxBackward => plane.iter().zip(&indices[(first + i) * windows..]).for_each(|(g, &at)| {
                         result[at as usize] = result[at as usize].add(*g);
                     }),
                     Task::Max => unreachable!("has two results"),

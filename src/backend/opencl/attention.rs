@@ -11,7 +11,7 @@ use crate::backend::opencl::geometry::{LOCAL, flag, free_group, row_starts, vect
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::problem::attention::{Attended, FusedAttention};
+use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
 use crate::backend::problem::map::Params;
 use crate::device::opencl::{ClDevice, ClKernel};
 use crate::layout::collapse::StridedDims;
@@ -110,7 +110,7 @@ pub(crate) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> R
 }
 
 /// The gradients of queries, keys and values, in two launches.
-pub(crate) fn backward(a: &FusedAttention, of: &Attended, results: [&Tensor; 3]) -> Result<()> {
+pub(crate) fn backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> {
     let ([q, k, v, mask], [dq, dk, dv]) = (operands(a), results);
     let tensors = [q, k, v, mask, of.out, of.grad, dq, dk, dv, of.logsumexp];
     run(OpKind::AttentionBackward, a, &tensors, |device| {

@@ -1,4 +1,4 @@
-//! Cross-entropy of labels on OpenCL: `kernels/cross_entropy.cl`, on processors `kernels/softmax.cl`.
+//! Cross-entropy with class labels on OpenCL: `kernels/cross_entropy.cl`, on processors `kernels/softmax.cl`.
 
 use crate::backend::opencl::geometry::{
     ROW_BLOCKS, STRIDED_DIMS, flag, group_size, groups_kept, is_wide, row_slices, vector_defines, vector_width,
@@ -16,41 +16,41 @@ use crate::{DType, Error, Result, Tensor};
 
 const GPU_TEMPLATE: &str = include_str!("../../../kernels/cross_entropy.cl");
 
-/// Up to so many labels, every group counts for itself those that are not ignored: cheaper than a launch.
-const COUNTED: usize = 1 << 16;
+/// The most labels of which every group counts those that are not ignored, because that is faster than a launch of its own.
+const MAX_COUNTED: usize = 1 << 16;
 
-/// Where the number of labels that are not ignored comes from, as the kernels know it.
+/// How the kernels get the number of labels that are not ignored; the values are those of `kernels/cross_entropy.cl`.
 #[derive(Clone, Copy)]
 enum Count {
-    /// Every group counts them all.
-    Here,
-    /// It is 1: no mean is wanted.
+    /// Every group counts all of them.
+    EveryGroup,
+    /// It is 1, because no mean is wanted.
     One,
-    /// A launch before counted them.
+    /// An earlier launch has counted them.
     Given,
-    /// Every group counts its own, and the last adds that up.
-    Along,
+    /// Every group counts those of its rows, and the last group adds these numbers up.
+    LastGroup,
 }
 
-/// How the rows are spread over the device.
+/// How the rows are distributed over the device.
 struct Schedule {
     /// Elements that a work-item loads at once.
     width: usize,
-    /// Work-items that share a row, of a group of so many.
+    /// Work-items that share a row, and those of a group.
     lanes: usize,
     group: usize,
-    /// Groups of `width` elements that each of them keeps, of a whole row or of a block of it.
+    /// Vectors of `width` elements that each of them keeps in registers: those of a full row if `whole`, else of a block of it.
     kept: usize,
     whole: bool,
     groups: usize,
-    /// Whether the last group has the sum of all.
+    /// Whether the last group adds up the losses of all groups.
     last_group_sums: bool,
-    /// Slices of a row, of `chunk` elements each, which groups of their own see; none where a row is one group's.
+    /// Slices of a row, of `chunk` elements each, which separate groups reduce; 0 where one group reduces a row.
     slices: usize,
     chunk: usize,
 }
 
-/// What a launch does where rows are cut in slices; see `kernels/cross_entropy.cl`.
+/// The part of the work that a launch does where rows are cut into slices; see `kernels/cross_entropy.cl`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Whole,
@@ -82,12 +82,12 @@ impl Schedule {
         let starts = [x.layout.offset as isize, if rows > 1 { x.strides()[0] } else { 0 }, n as isize];
         let starts = starts.into_iter().chain(grad.map(|t| t.layout.offset as isize));
         let width = if x.strides()[1] == 1 { vector_width(device, x.dtype, starts) } else { 1 };
-        // Small batches in one group, all rows at once if they fit.
+        // A small batch is computed by one group, with all rows at once if they fit.
         let alone = rows * n <= 16 * group;
         let most = if alone { 1 << (group / rows).max(1).ilog2() } else { group };
         let lanes = n.div_ceil(4 * width).next_power_of_two().min(most);
         let kept = groups_kept(n, width * lanes);
-        // Registers that a value takes.
+        // The 32-bit registers of a value.
         let size = x.dtype.compute().dtype().size() / 4;
         let whole = kept * width * size <= 32;
         let (lanes, kept) = if whole { (lanes, kept) } else { (group, (16 / width / size).max(1)) };
@@ -95,18 +95,18 @@ impl Schedule {
         let slices = if whole || rows >= 2 * units || slices == 1 { 0 } else { slices };
         let sharing = if slices > 0 { slices.next_power_of_two() } else { lanes };
         let rounds = rows.div_ceil(group / sharing);
-        // As many rows for each group, of as many groups as the device holds.
+        // Each group has as many rows as any other, and the device runs all groups at once.
         let groups = if alone { 1 } else { rounds.div_ceil(rounds.div_ceil(8 * units)) };
         let last_group_sums = !each && groups > 1 && device.has_fence();
         Schedule { width, lanes, group, kept, whole, groups, last_group_sums, slices, chunk }
     }
 
-    /// Work-items that share a row in a launch.
+    /// The work-items that share a row in a launch.
     fn sharing(&self, stage: Stage) -> usize {
         if stage == Stage::Combines { self.slices.next_power_of_two() } else { self.lanes }
     }
 
-    /// Whether the last group of this launch has the sum of all.
+    /// Whether the last group of this launch adds up the losses of all groups.
     fn sums(&self, stage: Stage) -> bool {
         self.last_group_sums && matches!(stage, Stage::Whole | Stage::Combines)
     }
@@ -124,7 +124,7 @@ impl Schedule {
     }
 }
 
-/// The loss, or a part of each work-group where these do not add them up.
+/// The loss, or where the last group does not add them up, one partial sum for each group.
 pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let LabelEntropy { logits: x, labels, options, dtype, grad, count } = *entropy;
     let device = x.cl_device()?;
@@ -139,9 +139,9 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         (false, false) => Tensor::empty_like_shape(groups, x.dtype.compute().dtype(), x.device())?,
     };
     let counting = match options.reduction {
-        LossReduction::Mean if grad.is_none() && alone && !cpu => Count::Along,
-        LossReduction::Mean if rows > COUNTED => Count::Given,
-        LossReduction::Mean => Count::Here,
+        LossReduction::Mean if grad.is_none() && alone && !cpu => Count::LastGroup,
+        LossReduction::Mean if rows > MAX_COUNTED => Count::Given,
+        LossReduction::Mean => Count::EveryGroup,
         _ => Count::One,
     };
     let counted = match counting {
@@ -149,7 +149,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         _ => None,
     };
     let acc = x.dtype.compute().dtype();
-    // Two numbers of each slice, then of each group.
+    // The scratch memory has two numbers for each slice, and then two for each group.
     let of_slices = 2 * rows * schedule.slices;
     let launch = |stage: Stage| {
         let lanes = schedule.sharing(stage);
@@ -205,7 +205,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         Ok(LaunchPlan::new(device, (scratch > 0).then_some((scratch, acc)), launches).checking(1))
     };
     let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
-    // What the kernel does not touch still has to be some buffer.
+    // Kernel arguments that are not used need a buffer nevertheless.
     let tensors = [x, labels, grad.unwrap_or(&loss), &loss, counted.as_ref().unwrap_or(&loss)];
     let key =
         Key { of: OpKind::CrossEntropy, device: device.device(), numbers: &numbers, exprs: &[], tensors: &tensors };

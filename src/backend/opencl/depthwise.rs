@@ -61,7 +61,7 @@ impl Depthwise {
             || groups == 1
             || kh * kw > TAPS
             || x.numel() * weight.numel() == 0
-            || !window::is_near(&windows)
+            || !window::fits_32_bits(&windows)
         {
             return None;
         }

@@ -1,17 +1,16 @@
-//! Formulas of a graph that become one launch, and those that nobody needs.
+//! Fusion of the elementwise launches of a captured graph, and elimination of those whose results are not used.
 //!
-//! A formula is joined into a later one where
-//! - it has one result, which the later one reads element by element: the same view, of the shape that the later one has;
-//! - nobody else reads that result, and nobody can: no other command uses its storage from then on and no handle on it is left at the
-//!   end of the capture, or the later formula overwrites it;
-//! - what it reads is still there: no command in between writes to it, and the later one at most element by element;
-//! - the result loses nothing by being stored: its dtype is the type that both, and the joined one, compute in;
+//! A formula is fused into a later one where
+//! - it has one result, which the later one reads as the same view, with the shape of its own results;
+//! - nothing else can read that result: no other command uses its storage afterwards and no handle on it is left at the end of the
+//!   capture, or the later formula overwrites it;
+//! - its inputs keep their values: no command in between writes to them, and the later formula at most element by element;
+//! - storing the result would not round it: both formulas and the fused one compute in its dtype;
 //! - both draw their random numbers from the same generator, if both draw any, and the earlier one is not a constant;
-//! - it records no faults, and the joined formula is not too large ([`MOST`], [`NODES`]).
+//! - it records no faults, and the fused formula is not too large ([`MAX_OPERANDS`], [`MAX_NODES`]).
 //!
-//! That is a launch, a store and a load less, and the same bits: contraction is off. A formula is left out where nobody uses any of
-//! its results, and nobody can. Of commands that are no formulas it is known which storages they use, and not how: they count as
-//! readers and writers of all of them.
+//! Fusion saves a launch, a store and a load, and gives the same bits, because contraction is off. A formula is removed where nothing
+//! can read any of its results. Of other commands only the storages are known: they count as reading and writing all of them.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
@@ -28,18 +27,18 @@ use crate::storage::{Bytes, CapturedStorage, Storage, Uses};
 use crate::tensor::Layout;
 use crate::{Compute, DType, Expr, Result, Scalar, Tensor};
 
-/// Operands and scalars of a joined formula, at most, of each: they are registers, and arguments of the kernel.
-const MOST: usize = 16;
+/// The most operands, and the most scalars, of a fused formula: they are kernel arguments and registers.
+const MAX_OPERANDS: usize = 16;
 
-/// Nodes of a joined formula, at most: compilers take their time with longer ones.
-const NODES: usize = 96;
+/// The most nodes of a fused formula: longer ones take too long to compile.
+const MAX_NODES: usize = 96;
 
-/// What is to be changed of a recording.
+/// The changes to a recording.
 #[derive(Default)]
 pub(super) struct Changes {
-    /// Launches to leave out.
+    /// The commands to remove.
     pub(super) left_out: Vec<usize>,
-    /// Launches that take the place of others.
+    /// Commands with the fused launches that replace them.
     pub(super) others: Vec<(usize, Command)>,
 }
 
@@ -72,14 +71,14 @@ impl Operand {
         self.number() == other.number() && self.dtype == other.dtype && self.layout == other.layout
     }
 
-    /// Whether one can be written element by element while the other is read so, although the storages may be others.
+    /// Whether one can be written element by element while the other is read element by element.
     fn is_clear_of(&self, other: &Operand) -> bool {
         let (a, b) = (self.bytes(), other.bytes());
         !a.overlap(&b) || a == b && self.dtype == other.dtype && self.layout.lies_like(&other.layout, 1)
     }
 }
 
-/// A launch of formulas, recorded at this command; joined ones take the place of several.
+/// The elementwise launch of a command, with the commands that were fused into it.
 struct Formula {
     op: &'static str,
     inputs: Vec<Operand>,
@@ -89,39 +88,39 @@ struct Formula {
     seeds: Vec<Seed>,
     base: Option<Operand>,
     command: usize,
-    joined: Vec<usize>,
+    fused: Vec<usize>,
 }
 
 thread_local! {
-    /// The formulas of the capture under way.
-    static NOTED: RefCell<Vec<Formula>> = const { RefCell::new(Vec::new()) };
+    /// The formulas of this thread's capture.
+    static RECORDED: RefCell<Vec<Formula>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Has the formulas of this thread's capture noted; ends it on drop.
-pub(super) struct Noting(());
+/// Records the formulas of this thread's capture until it is dropped.
+pub(super) struct FormulaRecorder(());
 
-impl Noting {
-    pub(super) fn start() -> Noting {
-        NOTED.take();
-        Noting(())
+impl FormulaRecorder {
+    pub(super) fn start() -> FormulaRecorder {
+        RECORDED.take();
+        FormulaRecorder(())
     }
 }
 
-impl Drop for Noting {
+impl Drop for FormulaRecorder {
     fn drop(&mut self) {
-        NOTED.take();
+        RECORDED.take();
     }
 }
 
-/// Launches formulas, and notes what was recorded.
-pub(super) fn noted(formulas: &Formulas, launch: impl FnOnce() -> Result<()>) -> Result<()> {
+/// Launches formulas during a capture, and records them.
+pub(super) fn record(formulas: &Formulas, launch: impl FnOnce() -> Result<()>) -> Result<()> {
     let command = capture::commands();
     launch()?;
-    // Where operands were copied first there are several commands, which stay as they are.
+    // Where operands were copied first there are several commands, which are not changed.
     if capture::commands() == command + 1
         && let Some(formula) = Formula::of(formulas, command)
     {
-        NOTED.with_borrow_mut(|noted| noted.push(formula));
+        RECORDED.with_borrow_mut(|recorded| recorded.push(formula));
     }
     Ok(())
 }
@@ -136,7 +135,7 @@ impl Formula {
         };
         let (scalars, seeds, exprs) = (params.scalars.to_vec(), params.seeds.to_vec(), exprs.to_vec());
         let (inputs, outputs) = (operands(inputs)?, operands(outputs)?);
-        Some(Formula { op, inputs, outputs, exprs, scalars, seeds, base, command, joined: Vec::new() })
+        Some(Formula { op, inputs, outputs, exprs, scalars, seeds, base, command, fused: Vec::new() })
     }
 
     fn operands(&self) -> impl Iterator<Item = &Operand> {
@@ -152,20 +151,20 @@ impl Formula {
         Program::new(&self.exprs).can_fault(self.compute())
     }
 
-    /// This one with the formula of `first`, whose result it reads, in the place of that result.
-    fn with(&self, first: &Formula) -> Formula {
+    /// This formula with that of `first` substituted for its input that is the result of `first`.
+    fn fused_with(&self, first: &Formula) -> Formula {
         let result = &first.outputs[0];
         let mut inputs: Vec<Operand> = Vec::new();
-        let mut place = |operand: &Operand| {
+        let mut index_of = |operand: &Operand| {
             inputs.iter().position(|known| known.is(operand)).unwrap_or_else(|| {
                 inputs.push(operand.clone());
                 inputs.len() - 1
             })
         };
-        let own: Vec<Option<usize>> = self.inputs.iter().map(|o| (!o.is(result)).then(|| place(o))).collect();
-        let others: Vec<usize> = first.inputs.iter().map(place).collect();
+        let own: Vec<Option<usize>> = self.inputs.iter().map(|o| (!o.is(result)).then(|| index_of(o))).collect();
+        let others: Vec<usize> = first.inputs.iter().map(index_of).collect();
         let (scalars, seeds) = (self.scalars.len(), self.seeds.len());
-        let joined = with_leaves(&first.exprs, |leaf| match leaf {
+        let substitute = with_leaves(&first.exprs, |leaf| match leaf {
             Leaf::Input(i) => Some(Expr::input(others[i])),
             Leaf::Scalar(i) => Some(Expr::scalar(scalars + i)),
             Leaf::Uniform(i) => Some(Expr::uniform(seeds + i)),
@@ -174,7 +173,7 @@ impl Formula {
             Leaf::Const(_) => None,
         });
         let exprs = with_leaves(&self.exprs, |leaf| match leaf {
-            Leaf::Input(i) => Some(own[i].map_or_else(|| joined[0].clone(), Expr::input)),
+            Leaf::Input(i) => Some(own[i].map_or_else(|| substitute[0].clone(), Expr::input)),
             _ => None,
         });
         Formula {
@@ -186,11 +185,11 @@ impl Formula {
             seeds: self.seeds.iter().chain(&first.seeds).copied().collect(),
             base: self.base.clone().or_else(|| first.base.clone()),
             command: self.command,
-            joined: self.joined.iter().chain(&first.joined).copied().chain([first.command]).collect(),
+            fused: self.fused.iter().chain(&first.fused).copied().chain([first.command]).collect(),
         }
     }
 
-    /// Launches it on the memory that its operands had.
+    /// Launches it on tensors made anew over the memory of its operands.
     fn launch(&self) -> Result<()> {
         let mut storages: HashMap<u64, Storage> = HashMap::new();
         let mut again = |o: &Operand| {
@@ -210,42 +209,42 @@ impl Formula {
     }
 }
 
-/// What is at the place of a command.
+/// The kind of a command.
 #[derive(Clone, Copy, PartialEq)]
 enum Slot {
     Formula(usize),
-    /// One of consecutive commands that are no formulas.
+    /// A command of this run of consecutive commands that are not formulas.
     Others(usize),
-    Gone,
+    Removed,
 }
 
-/// A capture, command by command.
+/// The commands of a capture.
 struct Capture<'a> {
     slots: Vec<Slot>,
     formulas: Vec<Formula>,
-    /// What commands use that are no formulas.
+    /// The memory that each run of other commands uses.
     others: Vec<Vec<Bytes>>,
-    /// The commands that use a storage, of consecutive others the first.
+    /// The commands that use a storage; a run of other commands is represented by its first.
     users: HashMap<u64, BTreeSet<usize>>,
     uses: &'a Uses,
 }
 
-impl Noting {
-    /// What to change of the commands that were recorded, which use what is said here.
+impl FormulaRecorder {
+    /// The changes to the recorded commands, whose storages are given by `uses`.
     pub(super) fn changes(&self, recorder: &Recorder, uses: &Uses) -> Changes {
         let mut changes = Changes::default();
-        let Some(mut capture) = Capture::new(NOTED.take(), uses, capture::commands()) else { return changes };
+        let Some(mut capture) = Capture::new(RECORDED.take(), uses, capture::commands()) else { return changes };
         capture.leave_out(&mut changes.left_out);
-        capture.join();
+        capture.fuse();
         for (i, formula) in capture.formulas.iter().enumerate() {
             let stays = capture.slots[formula.command] == Slot::Formula(i);
-            if !stays || formula.joined.is_empty() {
+            if !stays || formula.fused.is_empty() {
                 continue;
             }
-            // What cannot be launched stays apart.
+            // A fused formula that cannot be launched is not used.
             if let Some(command) = recorder.apart(|| formula.launch()) {
                 changes.others.push((formula.command, command));
-                changes.left_out.extend(&formula.joined);
+                changes.left_out.extend(&formula.fused);
             }
         }
         changes
@@ -253,13 +252,13 @@ impl Noting {
 }
 
 impl Capture<'_> {
-    /// None where it is not known what some command uses.
+    /// None where the storages of a command are not known.
     fn new(formulas: Vec<Formula>, uses: &Uses, commands: usize) -> Option<Capture<'_>> {
-        let mut slots = vec![Slot::Gone; commands];
+        let mut slots = vec![Slot::Removed; commands];
         formulas.iter().enumerate().for_each(|(i, formula)| slots[formula.command] = Slot::Formula(i));
         let (mut others, mut users): (Vec<Vec<Bytes>>, HashMap<u64, BTreeSet<usize>>) = Default::default();
         let mut rest = uses.uses.iter().peekable();
-        // What was asked for before a formula, and is none of its operands, may be used after it.
+        // Storages noted before a formula that are not its operands belong to the next other command.
         let (mut first, mut pending) = (0, Vec::new());
         for command in 0..commands {
             while let Some(used) = rest.next_if(|used| used.command == command) {
@@ -287,13 +286,13 @@ impl Capture<'_> {
         Some(Capture { slots, formulas, others, users, uses })
     }
 
-    /// Whether nobody needs what a storage holds after this command.
+    /// Whether nothing can read a storage after this command.
     fn is_dead_after(&self, number: u64, command: usize) -> bool {
         let last = self.users.get(&number).and_then(|users| users.last());
         self.uses.dropped.contains(&number) && last.is_none_or(|&last| last <= command)
     }
 
-    /// Leaves formulas out whose results nobody needs, the last first: what only they read is not needed either.
+    /// Removes formulas whose results nothing can read, from the last to the first, because their inputs may then be unused, too.
     fn leave_out(&mut self, left_out: &mut Vec<usize>) {
         for formula in self.formulas.iter().rev() {
             let command = formula.command;
@@ -301,46 +300,46 @@ impl Capture<'_> {
                 for operand in formula.operands() {
                     self.users.get_mut(&operand.number()).map(|users| users.remove(&command));
                 }
-                self.slots[command] = Slot::Gone;
+                self.slots[command] = Slot::Removed;
                 left_out.push(command);
             }
         }
     }
 
-    /// Joins formulas into those that read their results, the first first, so that chains become one.
-    fn join(&mut self) {
+    /// Fuses formulas into those that read their results, from the first to the last, so that chains become one formula.
+    fn fuse(&mut self) {
         for second in 0..self.formulas.len() {
             let command = self.formulas[second].command;
             while self.slots[command] == Slot::Formula(second)
-                && let Some((first, joined)) = self.joined_with_one(second)
+                && let Some((first, fused)) = self.fusion_into(second)
             {
-                let gone = &self.formulas[first];
-                for number in gone.operands().map(Operand::number) {
-                    self.users.get_mut(&number).map(|users| users.remove(&gone.command));
+                let removed = &self.formulas[first];
+                for number in removed.operands().map(Operand::number) {
+                    self.users.get_mut(&number).map(|users| users.remove(&removed.command));
                 }
-                let result = gone.outputs[0].number();
+                let result = removed.outputs[0].number();
                 self.users.get_mut(&result).map(|users| users.remove(&command));
-                for number in joined.operands().map(Operand::number) {
+                for number in fused.operands().map(Operand::number) {
                     self.users.entry(number).or_default().insert(command);
                 }
-                self.slots[gone.command] = Slot::Gone;
-                self.formulas[second] = joined;
+                self.slots[removed.command] = Slot::Removed;
+                self.formulas[second] = fused;
             }
         }
     }
 
-    /// A formula that can be joined into this one, and what comes of it.
-    fn joined_with_one(&self, second: usize) -> Option<(usize, Formula)> {
+    /// A formula that can be fused into this one, and the fused formula.
+    fn fusion_into(&self, second: usize) -> Option<(usize, Formula)> {
         let of = &self.formulas[second];
         of.inputs.iter().find_map(|read| {
             let before = self.users.get(&read.number())?.range(..of.command).next_back()?;
             let Slot::Formula(first) = self.slots[*before] else { return None };
-            let joined = self.joined(&self.formulas[first], of, read)?;
-            Some((first, joined))
+            let fused = self.fused(&self.formulas[first], of, read)?;
+            Some((first, fused))
         })
     }
 
-    fn joined(&self, first: &Formula, second: &Formula, read: &Operand) -> Option<Formula> {
+    fn fused(&self, first: &Formula, second: &Formula, read: &Operand) -> Option<Formula> {
         let [result] = &first.outputs[..] else { return None };
         let of_result = |o: &&Operand| o.number() == result.number();
         let same_view = second.inputs.iter().chain(&second.outputs).filter(of_result).all(|o| o.is(result));
@@ -354,35 +353,35 @@ impl Capture<'_> {
         if !first.inputs.iter().all(|input| self.is_kept(input, first.command, second)) {
             return None;
         }
-        // Seeds that count from somewhere do so together.
+        // A fused formula has one base, which is added to all of its seeds.
         let bases = [first, second].map(|f| (!f.seeds.is_empty()).then(|| f.base.as_ref().map(Operand::number)));
         if let [Some(a), Some(b)] = bases
             && a != b
         {
             return None;
         }
-        let joined = second.with(first);
+        let fused = second.fused_with(first);
         let compute = second.compute();
         let exact = matches!(
             (result.dtype, compute),
             (DType::F32, Compute::F32) | (DType::F64, Compute::F64) | (DType::I64, Compute::I64)
         );
-        let fits = joined.inputs.len() + joined.outputs.len() <= MOST
-            && joined.scalars.len() + joined.seeds.len() <= MOST
-            && Dag::new(&joined.exprs).nodes.len() <= NODES
+        let fits = fused.inputs.len() + fused.outputs.len() <= MAX_OPERANDS
+            && fused.scalars.len() + fused.seeds.len() <= MAX_OPERANDS
+            && Dag::new(&fused.exprs).nodes.len() <= MAX_NODES
             && !first.can_fault();
-        // A constant would be computed with when the formula is made, in another precision.
+        // A constant would be folded into the fused expression, which is computed in another precision.
         let varies = first.exprs[0].as_const().is_none();
-        (exact && fits && varies && first.compute() == compute && joined.compute() == compute).then_some(joined)
+        (exact && fits && varies && first.compute() == compute && fused.compute() == compute).then_some(fused)
     }
 
-    /// Whether what the first formula reads here is the same when the second one, in which it is joined, reads it.
+    /// Whether an input of the first formula still has its value when the fused formula runs.
     fn is_kept(&self, input: &Operand, from: usize, second: &Formula) -> bool {
         let bytes = input.bytes();
         let written = |slot: &Slot| match slot {
             Slot::Formula(i) => self.formulas[*i].outputs.iter().any(|out| out.bytes().overlap(&bytes)),
             Slot::Others(i) => self.others[*i].iter().any(|used| used.overlap(&bytes)),
-            Slot::Gone => false,
+            Slot::Removed => false,
         };
         !self.slots[from + 1..second.command].iter().any(written)
             && second.outputs.iter().all(|out| out.is_clear_of(input))

@@ -1,4 +1,4 @@
-//! Indices on OpenCL: `kernels/gather.cl`.
+//! Gather, scatter, one-hot and linear indices on OpenCL: `kernels/gather.cl`.
 
 use smallvec::SmallVec;
 
@@ -20,10 +20,10 @@ use crate::{DType, Result, Shape, Tensor};
 
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 
-/// Most index reads of one scatter, over all of its ranges: bounds what splitting the destination costs.
-const READS: usize = 1 << 31;
+/// The most index reads of a scatter: each part of the destination reads all indices, so this bounds the number of parts.
+const MAX_READS: usize = 1 << 31;
 
-/// Launches it as it was prepared before, or as `prepare` does it. Tensors are what is read, the index, what is written.
+/// Launches a plan from the cache or of `prepare`. Its tensors are the source, the index and the result.
 fn launch(
     g: &Indexed,
     of: OpKind,
@@ -35,7 +35,7 @@ fn launch(
     numbers.extend([launch_cache::number_of(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
     numbers.extend([skip(&g.x_layout, g.x) as u64, skip(&g.index_layout, g.index) as u64]);
     numbers.extend_from_slice(others);
-    // What is walked is not the tensors' own shape.
+    // The layouts are not the tensors' own.
     numbers.extend(g.x_layout.shape.dims().iter().map(|&n| n as u64));
     numbers.extend(g.x_layout.strides.iter().chain(&g.index_layout.strides).map(|&s| s as u64));
     let tensors = [g.x, g.index, out];
@@ -43,7 +43,7 @@ fn launch(
     launch_cache::launch(&key, Params::default(), || Ok(prepare(out.cl_device()?)?.checking(1))).map(drop)
 }
 
-/// Where a layout begins, from the first element of the tensor it is of.
+/// The offset of a layout relative to that of its tensor.
 pub(crate) fn skip(layout: &Layout, t: &Tensor) -> isize {
     layout.offset as isize - t.layout.offset as isize
 }
@@ -51,26 +51,26 @@ pub(crate) fn skip(layout: &Layout, t: &Tensor) -> isize {
 pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     launch(g, OpKind::Gather, out, &[], |device| {
         let mut strided = StridedDims::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
-        // Neighbours with one index are moved together.
+        // Contiguous elements with the same index are moved as one unit.
         let gpu = device.info().kind != DeviceKind::Cpu;
         let one = strided.strides[1].last().is_some_and(|&s| s == 0);
         let most = if one { WIDEST / out.dtype.size() } else { 1 };
         let unit = in_units(&mut strided, &[0], most, &[g.step, g.x_layout.offset as isize]);
         let (rank, count, size) = (strided.dims.len().max(1), out.numel() / unit, out.dtype.size() * unit);
-        let (wide, near) = (is_wide([count]), is_near(&strided, &[g.size as isize, g.step]));
+        let (wide, narrow) = (is_wide([count]), fits_32_bits(&strided, &[g.size as isize, g.step]));
         // Several loads at a time hide that one waits for another.
         let per = match gpu {
             true if unit > 1 => 2,
             true => 4,
             false => 1,
         };
-        let params = [size as u64, g.index.dtype as u64, rank as u64, wide as u64, near as u64, per as u64];
+        let params = [size as u64, g.index.dtype as u64, rank as u64, wide as u64, narrow as u64, per as u64];
         let kernel = kernel(device, KernelKey::new("gather", &params), "gather", || {
             let (v, t, idx) = (bits_type(size), g.index.dtype, index_type(wide));
-            let near = if near { "int" } else { "long" };
+            let offset_type = if narrow { "int" } else { "long" };
             format!(
                 "#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n#define PER {per}\n\
-                 #define NEAR {near}\n{STRIDED_DIMS}{TEMPLATE}"
+                 #define NEAR {offset_type}\n{STRIDED_DIMS}{TEMPLATE}"
             )
         })?;
         let local = free_group(device, &kernel, count.div_ceil(per), if gpu { group_size(device) } else { LOCAL });
@@ -87,14 +87,14 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     })
 }
 
-/// Whether all that offsets are made of fits in 31 bits.
-fn is_near(strided: &StridedDims, others: &[isize]) -> bool {
+/// Whether all sizes and strides fit in 31 bits.
+fn fits_32_bits(strided: &StridedDims, others: &[isize]) -> bool {
     let strides = strided.strides.iter().flatten().chain(others).map(|s| s.unsigned_abs());
     !is_wide(strides.chain(strided.dims.iter().copied()))
 }
 
-/// Takes neighbours of the walk together, so many at most and a power of two: those of `operands` lie side by side and begin
-/// at multiples of that, as these `starts` do. How many it takes.
+/// Combines contiguous elements into units of a power of two, at most `most`, and gives their number: the innermost size and the
+/// strides are divided by it. All strides and `starts` must be multiples of the unit, and the innermost stride of `operands` 1.
 pub(crate) fn in_units(strided: &mut StridedDims, operands: &[usize], most: usize, starts: &[isize]) -> usize {
     let Some(last) = strided.dims.len().checked_sub(1) else { return 1 };
     if operands.iter().any(|&k| strided.strides[k][last] != 1) {
@@ -110,7 +110,7 @@ pub(crate) fn in_units(strided: &mut StridedDims, operands: &[usize], most: usiz
     unit
 }
 
-/// What tells a kernel's elements from others', and how it is told of them: those that are only moved are bits of their size.
+/// The part of a kernel's key and of its defines for the element type. Elements that are only moved are integers of their size.
 pub(crate) fn element(combine: Combine, dtype: DType) -> (u64, String) {
     if combine == Combine::Set {
         return (dtype.size() as u64, format!("#define V {}\n", bits_type(dtype.size())));
@@ -131,18 +131,18 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
         {
             return Ok(plan);
         }
-        // Columns: everything but the dim.
+        // A column is a position in all dims but the indexed one.
         let shape: Shape = without(g.x_layout.shape.dims(), d);
         let strides = [&g.x_layout, &g.index_layout, layout].map(|l| -> Dims<isize> { without(&l.strides, d) });
         let strided = StridedDims::new(&shape, strides.iter().map(|s| &s[..]));
         let (columns, count, rank) = (shape.numel(), g.x_layout.shape.dims()[d], strided.dims.len().max(1));
         let units = device.info().compute_units.max(1);
-        // Enough work-items to fill the device, as far as the repeated reading of indices pays.
+        // The destination is divided into parts until the device is busy, within the limit on index reads.
         let cpu = device.info().kind == DeviceKind::Cpu;
-        let (block, fill) = if cpu { (columns.clamp(1, 64), 2 * units) } else { (1, units * 1024) };
+        let (block, wanted) = if cpu { (columns.clamp(1, 64), 2 * units) } else { (1, units * 1024) };
         let blocks = columns.div_ceil(block);
-        let most = (READS / (columns * count).max(1)).clamp(1, g.size);
-        let span = g.size.div_ceil((fill / blocks).clamp(1, most));
+        let most = (MAX_READS / (columns * count).max(1)).clamp(1, g.size);
+        let span = g.size.div_ceil((wanted / blocks).clamp(1, most));
         let parts = g.size.div_ceil(span);
         let wide = is_wide([columns, count, blocks * parts]);
         let (element, defines) = element(combine, target.dtype);
@@ -183,7 +183,7 @@ pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize
     over_indices(op, "one_hot", t, out, classes, [])
 }
 
-/// The kernel of this name of the template on an index of a dim of this size and what is made of it: a work-item for each element of that.
+/// Launches the kernel of this name, with a work-item for each element of `out`, on an index into a dim of this size.
 fn over_indices(
     op: &'static str,
     name: &'static str,

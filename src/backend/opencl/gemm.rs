@@ -1,4 +1,4 @@
-//! Matrix products on OpenCL: `kernels/gemm.cl` with the sizes and the epilogue that suit the device and the problem.
+//! Matrix products on OpenCL: chooses the kernel and its tile sizes for the device and the problem, and prepares its launch.
 
 mod aligned;
 mod source;
@@ -25,11 +25,11 @@ use crate::expr::program::Program;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Error, Result, Shape, Tensor};
 
-/// Work-items a group of the tiled kernel, and results in a row that each has.
+/// The work-group size of the tiled kernel, and the contiguous results of a work-item.
 const THREADS: usize = 256;
 const NEIGHBOURS: usize = 4;
 
-/// A kernel of the template and its sizes; see there.
+/// A kernel and its sizes: see `kernels/gemm.cl` and the files of [`Mma`], [`Panel`] and [`Thin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Variant {
     Tiled { m: usize, n: usize, k: usize, items: usize, a_along_k: bool, b_along_k: bool },
@@ -40,7 +40,7 @@ pub(crate) enum Variant {
 }
 
 impl Variant {
-    /// Rows and columns of the result that a work-group (tiled) or a work-item (the others) computes.
+    /// The rows and columns of the result that a work-group computes, or a work-item of Panel and Dot.
     fn tile(self) -> (usize, usize) {
         match self {
             Variant::Tiled { m, n, .. } => (m, n),
@@ -60,7 +60,7 @@ impl Variant {
         }
     }
 
-    /// Whether it can add up the rows of the left matrix on the way.
+    /// Whether it can also compute the sums of the left matrix's rows.
     fn sums_rows(self, plan: &GemmPlan) -> bool {
         plan.batch.is_empty()
             && match self {
@@ -70,7 +70,7 @@ impl Variant {
             }
     }
 
-    /// How many work-groups share a tile.
+    /// Into how many parts k is divided, each of which a work-group computes (split-K).
     fn parts(self, plan: &GemmPlan, units: usize) -> Parts {
         match self {
             Variant::Mma(mma) => mma.parts(plan, units),
@@ -79,7 +79,7 @@ impl Variant {
         }
     }
 
-    /// One number that tells it from every other.
+    /// A number that identifies it.
     fn key(self) -> u64 {
         let [kind, a, b, c, flags] = match self {
             Variant::Tiled { m, n, k, items, a_along_k, b_along_k } => {
@@ -116,7 +116,7 @@ impl Variant {
     }
 }
 
-/// Whether the sums of rows, if any were asked for, are computed as well.
+/// Computes a product, and returns whether the sums of rows were computed as well.
 pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     if image::product(g, shape, outs)? {
         return Ok(false);
@@ -127,7 +127,7 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     run_on(g, shape, outs)
 }
 
-/// [`run`] for matrices as they are.
+/// [`run`] without copies of matrices.
 fn run_on(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let mut tensors: SmallVec<[&Tensor; 6]> = SmallVec::from_slice(&[g.a, g.b]);
     outs.iter().chain(g.extras.iter().copied()).chain(g.sums).for_each(|t| tensors.push(t));
@@ -141,8 +141,8 @@ fn run_on(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     Ok(sums.is_some() && entry.plan.uses(tensors.len() - 1))
 }
 
-/// Tensors of the launch are the two matrices, results, extras, and last the sums that were asked for; `sums` are these where
-/// the launch may write them.
+/// The launch plan, whose tensors are the two matrices, the results, the extras, and last `g.sums`, if given. `sums` is that tensor
+/// if the launch may write it.
 fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> Result<LaunchPlan> {
     let device = outs[0].cl_device()?;
     let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();
@@ -156,7 +156,7 @@ fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> R
     let compute = g.compute();
     let matrices = [g.a, g.b].map(|t| InBuffer { dtype: t.dtype, first: t.layout.offset });
     let (plan, variant, flipped) = choose(plan, matrices, compute, device);
-    // The left and the right matrix by their indices in the list.
+    // The indices of the left and the right matrix in the list of tensors.
     let order = if flipped { [1, 0] } else { [0, 1] };
     let sums = sums.filter(|_| !flipped && variant.sums_rows(&plan));
     let asked = g.sums.is_some();
@@ -169,17 +169,17 @@ fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> R
 pub(crate) struct Chosen<'a> {
     pub(crate) plan: GemmPlan,
     pub(crate) variant: Variant,
-    /// The left and the right matrix among the operands.
+    /// The indices of the left and the right matrix among the operands.
     pub(crate) order: [usize; 2],
-    /// The matrices, results and extras: the first tensors of the launch.
+    /// The matrices, the results and the extras, which are the first tensors of the launch.
     pub(crate) operands: &'a [&'a Tensor],
     pub(crate) outs: usize,
     pub(crate) epilogue: &'a [Expr],
     pub(crate) compute: Compute,
-    /// Where the kernel adds up rows, and whether the launch has a tensor for that.
+    /// The tensor for sums of rows, and whether the launch's tensors include one, even if it is not written.
     pub(crate) sums: Option<&'a Tensor>,
     pub(crate) asked: bool,
-    /// The numbers of windows that one of the matrices is: see `kernels/windows_mma.cl`.
+    /// The geometry of windows where a matrix consists of these: see `kernels/windows_mma.cl`.
     pub(crate) windows: &'a [isize],
 }
 
@@ -192,7 +192,7 @@ impl Chosen<'_> {
         let wide = wide(variant, &plan, &operands[2..2 + outs]);
         let (rows, cols) = variant.tile();
         let tiles = plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count();
-        // Parts are of the type that is added up: f64 and integers take twice the room of f32.
+        // Partial results have the accumulator's type.
         let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), compute.dtype()));
 
         let program = Program::of(epilogue);
@@ -210,7 +210,7 @@ impl Chosen<'_> {
         })?;
 
         let mut launch = KernelLaunch::new(kernel, tiles * parts.count * variant.local(), variant.local());
-        // A matrix without elements has no memory; it is not read either.
+        // An empty matrix has no buffer and is not read, so that the result's buffer can stand in for it.
         let [of_a, of_b] = [left, right].map(|k| launch.buffer(if operands[k].numel() == 0 { 2 } else { k }));
         let mut numbers = Numbers::default();
         numbers.extend([plan.m, plan.n, plan.k]);
@@ -220,7 +220,6 @@ impl Chosen<'_> {
         }
         numbers.extend(plan.batch.iter().copied());
         numbers.steps(plan.a.batch.iter().chain(&plan.b.batch).copied());
-        // The struct comes before the other buffers.
         for (i, operand) in plan.others.iter().enumerate() {
             numbers.defer(Word::First(2 + i));
             numbers.steps([operand.row, operand.col].into_iter().chain(operand.batch.iter().copied()));
@@ -280,7 +279,7 @@ impl Numbers {
     }
 }
 
-/// Whether the device has the processors' kernels.
+/// Whether the device uses the kernels for processors.
 pub(crate) fn is_processor(device: &ClDevice) -> bool {
     let cpu = device.info().kind == DeviceKind::Cpu;
     #[cfg(test)]
@@ -288,7 +287,7 @@ pub(crate) fn is_processor(device: &ClDevice) -> bool {
     cpu
 }
 
-/// The kernel for this device and problem, and the plan the way round it wants it: (plan, kernel, whether transposed).
+/// The kernel for this device and problem, and the plan that it computes: (plan, kernel, whether the plan is transposed).
 fn choose(plan: GemmPlan, matrices: [InBuffer; 2], compute: Compute, device: &ClDevice) -> (GemmPlan, Variant, bool) {
     let info = device.info();
     let big = info.max_work_group >= THREADS && info.local_memory >= 24 << 10;
@@ -306,7 +305,7 @@ fn choose(plan: GemmPlan, matrices: [InBuffer; 2], compute: Compute, device: &Cl
     (plan, variant, flip)
 }
 
-/// The kernel for few rows, or few columns the other way round.
+/// The kernel for few rows, or for few columns as the transposed product.
 fn thin(
     plan: &GemmPlan,
     [a, b]: [InBuffer; 2],
@@ -323,18 +322,18 @@ fn thin(
     Some((plan, Variant::Thin(thin), flip))
 }
 
-/// The way round in which neighbouring work-items write neighbouring columns, and whether that is the other one.
+/// The plan, transposed if only the columns of the result are contiguous, so that stores are coalesced; and whether it is transposed.
 fn along_rows(plan: GemmPlan) -> (GemmPlan, bool) {
     let flip = plan.others[0].col.abs() != 1 && plan.others[0].row.abs() == 1;
     (if flip { plan.transposed() } else { plan }, flip)
 }
 
-/// Products that take about as long.
+/// The size class under which tuning parameters for a product are measured.
 fn class_of(plan: &GemmPlan, compute: Compute) -> SizeClass {
     SizeClass::of([plan.m, plan.n, plan.k, plan.count(), compute.dtype().size()])
 }
 
-/// The largest tiles of which every compute unit gets one.
+/// The tiled kernel with the largest tiles of which there is one for every compute unit.
 fn tiled(plan: &GemmPlan, compute: Compute, device: &ClDevice) -> Variant {
     let wide = compute != Compute::F32;
     let (units, largest) = (device.info().compute_units.max(1), device.tuned_for(Knob::Tile, class_of(plan, compute)));
@@ -349,11 +348,11 @@ fn tiled(plan: &GemmPlan, compute: Compute, device: &ClDevice) -> Variant {
     Variant::Tiled { m: tile, n: tile, k, items, a_along_k, b_along_k }
 }
 
-/// Vectors along whichever direction is contiguous.
+/// The kernels for processors, with vectors along the direction that is contiguous.
 fn vectors(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, Variant, bool) {
     let width = if compute == Compute::F32 { 16 } else { 8 };
     let class = class_of(&plan, compute);
-    let is_whole = |n: usize| n >= width * device.tuned_for(Knob::PanelVectors, class);
+    let has_full_vectors = |n: usize| n >= width * device.tuned_for(Knob::PanelVectors, class);
     let panel = |plan: GemmPlan, flipped: bool, unit: bool| {
         let panel = Panel::of(device, class, plan.m);
         let height = panel.height(&plan, width, device.info().compute_units);
@@ -362,8 +361,8 @@ fn vectors(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, Va
     let (b_cols, a_rows) = (plan.b.col == 1, plan.a.row == 1);
     let along_k = (plan.a.col == 1 && plan.b.row == 1) || plan.k == 1;
     match () {
-        _ if b_cols && is_whole(plan.n) => panel(plan, false, true),
-        _ if a_rows && is_whole(plan.m) => panel(plan.transposed(), true, true),
+        _ if b_cols && has_full_vectors(plan.n) => panel(plan, false, true),
+        _ if a_rows && has_full_vectors(plan.m) => panel(plan.transposed(), true, true),
         _ if along_k && compute != Compute::I64 => {
             let flip = plan.n == 1 && plan.m > 1;
             let plan = if flip { plan.transposed() } else { plan };
@@ -371,16 +370,15 @@ fn vectors(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, Va
             let rows = if plan.m == 1 { 1 } else { side };
             (plan, Variant::Dot { rows, cols: side, width }, flip)
         }
-        _ if plan.n < plan.m && !is_whole(plan.n) => panel(plan.transposed(), true, a_rows),
+        _ if plan.n < plan.m && !has_full_vectors(plan.n) => panel(plan.transposed(), true, a_rows),
         _ => panel(plan, false, b_cols),
     }
 }
 
-/// How many neighbouring results a work-item of a GPU stores at once: of the widest 16 bytes, or 4 where only these are aligned; 1 where
-/// they are not contiguous.
+/// How many contiguous results a work-item of a GPU stores at once: 16 bytes of them if aligned, else 4 if these are, else 1.
 fn wide(variant: Variant, plan: &GemmPlan, outs: &[&Tensor]) -> usize {
     let most = match variant {
-        // Neighbours among their columns are not always neighbours in memory, or are filler.
+        // Neighbouring columns of these are not always contiguous, or are padding.
         Variant::Mma(mma) if matches!(mma.windows, Some(WindowsAs::ColumnsApart | WindowsAs::RowsApart)) => return 1,
         Variant::Mma(_) => 8,
         Variant::Tiled { .. } => NEIGHBOURS,

@@ -3,7 +3,7 @@
 use crate::backend::problem::gemm::GemmPlan;
 use crate::device::opencl::{ClDevice, Knob, SizeClass};
 
-/// Of the kernel for processors: rows and vectors in registers, and how deep and high what stays in the caches is.
+/// The blocking of the kernel for processors: rows and vectors in registers, and the depth and rows of a block in the caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Panel {
     pub(crate) rows: usize,
@@ -13,7 +13,7 @@ pub(crate) struct Panel {
 }
 
 impl Panel {
-    /// As it is tuned for the device and products of this class. A single row needs no more registers.
+    /// The sizes tuned for the device and products of this class, with one row for products of one row.
     pub(crate) fn of(device: &ClDevice, class: SizeClass, m: usize) -> Panel {
         let tuned = |knob| device.tuned_for(knob, class);
         let rows = if m == 1 { 1 } else { tuned(Knob::PanelRows) };
@@ -21,7 +21,7 @@ impl Panel {
         Panel { rows, vectors, depth, block: (tuned(Knob::PanelBlock) / rows).max(1) * rows }
     }
 
-    /// Rows of a work-item: as many as a block has, unless few panels leave compute units idle then.
+    /// The rows of a work-item: those of a block, or fewer where compute units would be idle.
     pub(crate) fn height(self, plan: &GemmPlan, width: usize, units: usize) -> usize {
         let across = plan.n.div_ceil(self.vectors * width) * plan.count();
         let busy = (4 * units).div_ceil(across.max(1));

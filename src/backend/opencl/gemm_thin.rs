@@ -1,49 +1,49 @@
-//! Products with a matrix of few rows on GPUs: as fast as the other matrix is read.
+//! Products with a matrix of few rows on GPUs, whose time is that of reading the other matrix.
 
 use crate::Compute;
 use crate::backend::opencl::gemm_mma::{InBuffer, Parts};
 use crate::backend::opencl::geometry::{WIDEST, bits_type};
 use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 
-/// What comes after the template of the other kernels.
+/// Included after `kernels/gemm.cl`.
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gemm_thin.cl");
 
-/// Most rows: tensor cores take more, and tiles would use few of theirs.
+/// The most rows; for more, tensor cores or tiles are faster.
 const ROWS: usize = 7;
-/// Work-items of a group, at least and at most; more where groups cannot share columns.
+/// The least and the greatest work-group size, and the greatest one where groups cannot share columns.
 const MIN_THREADS: usize = 32;
 const THREADS: usize = 256;
 const MAX_THREADS: usize = 1024;
-/// Neighbours that read at once.
+/// Work-items whose loads are coalesced.
 const WARP: usize = 32;
-/// Loads on their way to a work-item: what one is worth.
+/// Loads that a work-item has in flight, for which a further work-item is worthwhile.
 const AT_ONCE: usize = 8;
 /// Work-items that occupy a compute unit.
 const BUSY: usize = 2048;
-/// Fewer parts gain less than adding them up takes.
+/// With fewer parts of k, adding up the partial results takes longer than the parts save.
 const FEWEST_PARTS: usize = 4;
 
-/// A kernel of the template; see there.
+/// A kernel of `kernels/gemm_thin.cl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Thin {
     rows: usize,
-    /// Along k, for each of the columns.
+    /// Work-items along k, for each of the columns.
     lanes: usize,
     columns: usize,
     reads: Reads,
-    /// How many groups share columns.
+    /// The parts of k that different groups compute (split-K).
     pub(crate) parts: Parts,
 }
 
 /// How the matrices are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Reads {
-    /// Whether neighbours along k are neighbours in the right matrix.
+    /// Whether the right matrix is contiguous along k.
     along_k: bool,
     /// Elements of the right matrix that are loaded at once, and the bytes of one.
     width: usize,
     size: usize,
-    /// Whether as many are loaded of the left matrix.
+    /// Whether the left matrix is loaded in vectors of the same width.
     both: bool,
 }
 
@@ -66,18 +66,18 @@ impl Reads {
         Reads { along_k, width: if wide { width } else { 1 }, size: b.dtype.size(), both }
     }
 
-    /// Elements along k, and columns, that a load is of.
+    /// The extent of a load along k and along the columns.
     fn load(&self) -> (usize, usize) {
         if self.along_k { (self.width, 1) } else { (1, self.width) }
     }
 }
 
 impl Thin {
-    /// Bytes of local memory that a work-item takes at most.
+    /// The most bytes of local memory for each work-item.
     pub(crate) const LOCAL_EACH: usize = 32;
 
-    /// The kernel for this problem on a device of so many compute units, which so many groups keep busy, of so many work-items at most;
-    /// none where the left matrix has too many rows. Whether groups may share columns is asked last, for the answer may take building a kernel.
+    /// The kernel for this problem on a device of `units` compute units, which `groups` groups of at most `most` work-items keep busy;
+    /// none where the left matrix has too many rows. `has_fence` is called last, because that may build a kernel.
     pub(crate) fn choose(
         plan: &GemmPlan,
         [a, b]: [InBuffer; 2],
@@ -98,7 +98,7 @@ impl Thin {
         })
     }
 
-    /// A warp along the contiguous direction; then so many lanes that the device has enough of them.
+    /// A warp reads along the contiguous direction; further work-items along k are added until the device is occupied.
     fn spread(plan: &GemmPlan, reads: Reads, units: usize, most: usize) -> Thin {
         let (along, across) = reads.load();
         let (loads, columns) = (plan.k.div_ceil(along), plan.n.div_ceil(across));
@@ -112,7 +112,7 @@ impl Thin {
         Thin { rows: plan.m, lanes, columns, reads, parts: Parts { count: 1, depth: plan.k } }
     }
 
-    /// Parts of k, as many as make so many groups: of whole rounds of loads, two at least.
+    /// The parts of k for so many groups. A part is a multiple of the loads that a group has in flight, at least twice these.
     fn shared(&self, plan: &GemmPlan, groups: usize) -> Parts {
         let tiles = plan.n.div_ceil(self.tile().1) * plan.count();
         let round = self.lanes * self.reads.load().0 * AT_ONCE;
@@ -124,7 +124,7 @@ impl Thin {
         }
     }
 
-    /// Rows and columns of the result that a work-group computes.
+    /// The rows and columns of the result that a work-group computes.
     pub(crate) fn tile(self) -> (usize, usize) {
         (self.rows, self.columns * self.reads.load().1)
     }
@@ -133,7 +133,7 @@ impl Thin {
         self.lanes * self.columns
     }
 
-    /// One number that tells it from every other of the same dtypes.
+    /// A number that identifies it among kernels for the same dtypes.
     pub(crate) fn key(self) -> usize {
         let Reads { along_k, width, both, .. } = self.reads;
         let loads = width << 2 | usize::from(both) << 1 | usize::from(along_k);
@@ -166,9 +166,8 @@ mod tests {
         Thin::choose(&plan, [InBuffer { dtype, first: 0 }; 2], dtype.compute(), [132, 4 * 132, 1024], || fence)
     }
 
-    /// As many work-items as occupy the device, where the columns are long enough.
     #[test]
-    fn the_work_is_shared_out() {
+    fn work_items_occupy_the_device() {
         let sizes = [[1, 1, 1], [1, 10, 1 << 20], [7, 4096, 4096], [2, 1 << 20, 9], [3, 7, 0], [1, 8, 64], [1, 1, 999]];
         for (sizes, transposed) in sizes.into_iter().flat_map(|sizes| [(sizes, false), (sizes, true)]) {
             for (dtype, fence) in [DType::F32, DType::F16, DType::U8].map(|t| [(t, false), (t, true)]).concat() {
@@ -176,7 +175,7 @@ mod tests {
                 let (threads, Parts { count, depth }) = (thin.threads(), thin.parts);
                 assert!((MIN_THREADS..=MAX_THREADS).contains(&threads) && threads.is_power_of_two(), "{thin:?}");
                 assert!(thin.rows == sizes[0], "{thin:?}");
-                // All of k, and no part empty; parts begin where loads may.
+                // Parts cover k, none is empty, and they begin at multiples of a load.
                 let (k, along) = (sizes[2], thin.reads.load().0);
                 assert!(count == 1 && depth == k || fence && (count - 1) * depth < k && k <= count * depth, "{thin:?}");
                 assert!(count == 1 || depth.is_multiple_of(along), "{thin:?}");

@@ -1,5 +1,5 @@
-//! Kernels that read images instead of buffers, `kernels/image.cl`: where the memory mode asks for them and the operands fit.
-//! What does not fit declines, and buffers are read.
+//! Kernels that read images instead of buffers, `kernels/image.cl`. They are used where the memory mode asks for them and the operands
+//! fit in images; in all other cases they decline, and buffers are read.
 
 mod conv;
 mod map;
@@ -25,10 +25,10 @@ use crate::{DType, Error, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/image.cl");
 
-/// The open device of a tensor whose operations are to read images, in mode auto where this parameter says so. Not while a graph is
-/// captured: its replays would need the images.
+/// The device of a tensor if its operations are to read images; in mode auto if this tuning parameter says so. None while a graph is
+/// captured, because its replays would need the images.
 fn wanted(x: &Tensor, knob: Knob) -> Option<&'static ClDevice> {
-    // Every launch asks: what nearly always says no comes first.
+    // Every launch calls this, so the cheapest condition comes first.
     let mode = memory_mode();
     if mode == MemoryMode::Buffer {
         return None;
@@ -37,7 +37,7 @@ fn wanted(x: &Tensor, knob: Knob) -> Option<&'static ClDevice> {
     (cl.image_limits().is_some() && !capture::is_capturing(x.device())).then_some(cl)
 }
 
-/// The format that keeps the elements of a dtype exactly; others have none.
+/// The image format that stores elements of a dtype exactly, if there is one.
 fn format(dtype: DType) -> Option<ImageFormat> {
     match dtype {
         DType::F32 | DType::BF16 => Some(ImageFormat::F32),
@@ -46,16 +46,16 @@ fn format(dtype: DType) -> Option<ImageFormat> {
     }
 }
 
-/// Which way the channels' blocks of four follow each other in an image.
+/// The direction in which an image has the blocks of four channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Blocks {
-    /// Side by side: a tensor `[n, c, h, w]`.
+    /// From left to right: a tensor `[n, c, h, w]`.
     Across,
-    /// One below the other: a filter `[1, o, taps, c]`.
+    /// From top to bottom: a filter `[1, o, taps, c]`.
     Down,
 }
 
-/// A tensor of four dims as images have it: sizes and strides of batch, channels, rows and columns.
+/// Sizes and strides of a tensor for an image: batch, channels, rows and columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tensor4 {
     pub(crate) dims: [usize; 4],
@@ -63,7 +63,7 @@ pub(crate) struct Tensor4 {
 }
 
 impl Tensor4 {
-    /// Of up to four dims: those of fewer are channels, batch and channels, or the last three.
+    /// For up to four dims: one is the channels, two are batch and channels, three are all but the batch.
     pub(crate) fn of(layout: &Layout) -> Option<Tensor4> {
         let (dims, strides) = (layout.shape.dims(), &layout.strides);
         let axes: &[usize] = match dims.len() {
@@ -81,7 +81,7 @@ impl Tensor4 {
         Some(four)
     }
 
-    /// Width and height of its image, in pixels.
+    /// The width and height of its image in pixels.
     fn size(&self, blocks: Blocks) -> [usize; 2] {
         let [n, c, h, w] = self.dims;
         match blocks {
@@ -90,7 +90,7 @@ impl Tensor4 {
         }
     }
 
-    /// Whether the image is within the limits, and kernels can count its pixels.
+    /// Whether the image is within the device's limits and kernels can index its pixels in 32 bits.
     fn fits(&self, blocks: Blocks, cl: &ClDevice) -> bool {
         let [width, height] = self.size(blocks);
         let [most_width, most_height] = limits(cl);
@@ -99,7 +99,7 @@ impl Tensor4 {
         within && width * height < 1 << 30 && (16 * width * height) as u64 <= most
     }
 
-    /// As the kernels' struct.
+    /// The words of the kernels' struct.
     fn words(&self) -> [i64; 6] {
         let [n, c, h, w] = self.dims.map(|d| d as i64);
         let [a, b, d, e] = self.strides.map(|s| s as i64);
@@ -107,7 +107,7 @@ impl Tensor4 {
     }
 }
 
-/// The greatest width and height of images.
+/// The maximum width and height of images.
 fn limits(cl: &ClDevice) -> [usize; 2] {
     #[cfg(test)]
     if let Some(limits) = tests::LIMITS.get() {
@@ -123,7 +123,7 @@ fn conversion(cl: &'static ClDevice, name: &'static str, dtype: DType, filter: b
     })
 }
 
-/// Where there is no memory for images there may be some for buffers, or enough without images.
+/// None where memory for images ran out: the operation may still succeed with buffers.
 fn unless_full<T>(made: Result<T>) -> Result<Option<T>> {
     match made {
         Err(Error::OutOfMemory { .. }) => Ok(None),
@@ -131,16 +131,16 @@ fn unless_full<T>(made: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// What kernels are given of an image.
+/// An image as a kernel argument.
 fn arg(image: &Image) -> Result<Arg<'_>> {
     let block = image.storage().allocation().block();
     let of_no_pool = || Error::invalid("image", format!("{image:?} has no memory"));
     block.and_then(OpenCl::image).map(Arg::Image).ok_or_else(of_no_pool)
 }
 
-/// An image of a tensor's elements, made by one launch that counts as none of the user's.
+/// An image of a tensor's elements, made by one launch that launch counts leave out.
 fn make(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, kind: StorageType) -> Result<Image> {
-    let format = format(x.dtype).expect("asked before");
+    let format = format(x.dtype).expect("the caller has checked it");
     let [width, height] = t.size(blocks);
     let image = Image::new(x.device(), ImageDesc { width, height, format }, kind)?;
     let kernel = conversion(cl, "TO_IMAGE", x.dtype, blocks == Blocks::Down)?;
@@ -150,7 +150,7 @@ fn make(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, kind: St
     Ok(image)
 }
 
-/// The image of a tensor that is likely to be constant: kept with its storage until that changes.
+/// The image of a tensor that is likely to be constant. It is cached with the storage until that changes.
 fn constant(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks) -> Result<Image> {
     let stream = cl.current_stream().index() as i64; // another stream would have to wait for the conversion
     let read = [x.layout.offset as i64, x.dtype as i64, blocks as i64, stream];
@@ -158,13 +158,13 @@ fn constant(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks) -> R
     x.storage.derived_image(key, || make(cl, x, t, blocks, StorageType::Static))
 }
 
-/// An image of a tensor that fits, for a use of this moment.
+/// An image of a tensor that fits, for one use.
 fn transient(cl: &'static ClDevice, x: &Tensor) -> Result<Image> {
-    let four = Tensor4::of(&x.layout).expect("it was asked whether it fits");
+    let four = Tensor4::of(&x.layout).expect("the caller has checked it");
     make(cl, x, &four, Blocks::Across, StorageType::Dynamic)
 }
 
-/// How many of a batch `[n, c, h, w]` an image has room for; `None` where that is not even one.
+/// How many items of a batch `[n, c, h, w]` fit in an image; `None` where not even one does.
 fn batch(cl: &ClDevice, x: &Tensor) -> Option<usize> {
     let [n, c, h, w] = four(x);
     let most = limits(cl)[1].checked_div(h)?.min(n);
@@ -172,19 +172,19 @@ fn batch(cl: &ClDevice, x: &Tensor) -> Option<usize> {
     slice.fits(Blocks::Across, cl).then_some(most)
 }
 
-/// So many of a batch from one on.
+/// `count` items of a batch from item `from` on.
 fn slice(t: &Tensor, from: usize, count: usize) -> Result<Tensor> {
     Ok(t.with_layout(t.layout.narrow("image", 0, from, count)?))
 }
 
-/// The image of a tensor, in NC4HW4: see [`Tensor::to_image`](crate::Tensor::to_image). `None` where it has none.
+/// The image of a tensor in NC4HW4: see [`Tensor::to_image`](crate::Tensor::to_image). `None` where it does not fit in one.
 pub(crate) fn to_image(x: &Tensor) -> Result<Option<Image>> {
     let cl = x.cl_device()?;
     let four = Tensor4::of(&x.layout).filter(|four| format(x.dtype).is_some() && four.fits(Blocks::Across, cl));
     four.map(|_| transient(cl, x)).transpose()
 }
 
-/// Fills a tensor from its image.
+/// Copies the image of a tensor back to a tensor.
 pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
     capture::refuse(out.device(), "from_image", "a replay would not keep the image: convert it outside")?;
     let cl = out.cl_device()?;

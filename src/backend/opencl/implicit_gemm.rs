@@ -116,7 +116,7 @@ impl ImplicitGemm {
         if x.numel() * weight.numel() == 0
             || single && is_aligned && !last[0]
             || !matches!(size, 2 | 4)
-            || !window::is_near(&w)
+            || !window::fits_32_bits(&w)
         {
             return None;
         }

@@ -1,4 +1,4 @@
-//! Images of other sizes on OpenCL: `kernels/interpolate.cl`.
+//! Interpolation on OpenCL: `kernels/interpolate.cl`.
 
 use smallvec::SmallVec;
 
@@ -11,13 +11,14 @@ use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/interpolate.cl");
 
-/// As [`crate::backend::cpu::interpolate::run`].
+/// Resizes rows and columns of `x` into `out`, or with `transposed` computes the gradient of that.
 pub(crate) fn run(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
     let device = out.cl_device()?;
     let (count, dtype, [_, c, h, w]) = (out.numel(), out.dtype, four(x));
-    let [rows, columns] = [(resize.rows, h), (resize.columns, w)].map(|(p, n)| p.unwrap_or_else(|| Samples::same(n)));
-    let (wide, near) = (is_wide([count]), rows.is_near() && columns.is_near());
-    // A gradient's elements have different numbers of terms.
+    let [rows, columns] =
+        [(resize.rows, h), (resize.columns, w)].map(|(p, n)| p.unwrap_or_else(|| Samples::identity(n)));
+    let (wide, near) = (is_wide([count]), rows.fits_32_bits() && columns.fits_32_bits());
+    // Neighbouring elements of a gradient have different numbers of terms, so they are not computed as vectors.
     let width = match transposed {
         true => 1,
         false => vector_width(device, dtype, [columns.to, out.layout.offset].into_iter().map(|n| n as isize)),

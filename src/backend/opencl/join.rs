@@ -1,4 +1,4 @@
-//! Concatenation on OpenCL: of numbers, as the norms of many tensors are. What is larger is copied piece by piece.
+//! Concatenation of many tensors of one element, such as norms, on OpenCL. Larger tensors are copied one by one.
 
 use smallvec::SmallVec;
 
@@ -8,12 +8,12 @@ use crate::backend::problem::sequence::Sequence;
 use crate::layout::Layout;
 use crate::{DType, Expr, Result, Shape, Tensor};
 
-/// Numbers that a launch writes: as many as kernels take on every device.
+/// The numbers that a launch writes: as many as a kernel can have as arguments on every device.
 const AT_ONCE: usize = 24;
-/// The fewest for which two launches are better than copies.
+/// The fewest numbers for which two launches are faster than copies.
 const FEWEST: usize = 4;
 
-/// Fills `out`, new and contiguous, with tensors of one element; declines all others.
+/// Writes tensors of one element to `out`, which is new and contiguous; declines larger ones.
 pub(crate) fn join(out: &Tensor, tensors: &[&Tensor]) -> Result<bool> {
     let is_number = |t: &&Tensor| t.numel() == 1 && t.dtype == out.dtype;
     if tensors.len() < FEWEST || !out.dtype.is_float() || !tensors.iter().all(is_number) {
@@ -34,7 +34,7 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor]) -> Result<bool> {
         t.with_layout(layout)
     };
     for (i, some) in tensors.chunks(AT_ONCE).enumerate() {
-        // The last launch has the same kernel: what its formula reads beyond the numbers is the first one again.
+        // The last launch uses the same kernel, so its missing inputs are the first number again.
         let padding = std::iter::repeat_n(&some[0], AT_ONCE - some.len());
         let numbers: SmallVec<[Tensor; AT_ONCE]> = some.iter().chain(padding).map(|t| number(t)).collect();
         let (positions, target) = (stretch(&positions, 0, some.len()), stretch(out, i * AT_ONCE, some.len()));

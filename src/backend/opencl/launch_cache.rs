@@ -1,8 +1,8 @@
-//! A thread's cache of launch plans: the next launch of the same operation over operands of the same layouts is looked up
-//! instead of planned again.
+//! A thread's cache of launch plans: a launch of the same operation over operands of the same layouts is looked up instead of
+//! planned again.
 //!
-//! The [`Key`] holds everything that a plan depends on: of tensors their dtypes and layouts, and of where they begin only the
-//! alignment. The cache keeps no tensor.
+//! The [`Key`] has everything that a plan depends on, including the dtypes and layouts of tensors, but of their offsets only the
+//! alignment. The cache keeps no tensor alive.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -16,11 +16,11 @@ use crate::expr::Expr;
 use crate::tensor::Layout;
 use crate::{DType, Device, Result, Tensor};
 
-/// Launches that a thread knows, at most: so many sets of so many each, and one set where a launch can be.
+/// The cache is set-associative, like a processor's.
 const SETS: usize = 128;
 const WAYS: usize = 4;
 
-/// Elements that tell how a tensor is aligned: 16 bytes, the most that is loaded at once, of any dtype.
+/// Offsets of tensors are compared modulo this many elements, which are at least the 16 bytes of the widest load.
 const ALIGNED: usize = 16;
 
 /// The kind of operation that an entry was prepared for.
@@ -31,7 +31,7 @@ pub(crate) enum OpKind {
     Row,
     CrossEntropy,
     Norm,
-    /// Its rows as four dims, which need not be views of the operands.
+    /// A norm over rows as four dims, which need not be views of the operands.
     NormRows,
     Gather,
     Scatter,
@@ -41,13 +41,13 @@ pub(crate) enum OpKind {
     AttentionBackward,
 }
 
-/// A number for what is static: how far it lies from others, so that every run finds its launches at the same slots.
+/// A number for a static: its distance from another one, so that hashes are the same in every run.
 pub(crate) fn number_of<T>(of: *const T) -> u64 {
     static OTHER: u8 = 0;
     of.addr().wrapping_sub((&raw const OTHER).addr()) as u64
 }
 
-/// All that a launch is prepared by. The parameters of kernels are not in it: a change makes all threads forget.
+/// Everything that a plan depends on, except for tuning parameters: a change of these clears the caches of all threads.
 pub(crate) struct Key<'a> {
     pub(crate) of: OpKind,
     pub(crate) device: Device,
@@ -56,7 +56,7 @@ pub(crate) struct Key<'a> {
     pub(crate) tensors: &'a [&'a Tensor],
 }
 
-/// A launch plan with the key that it was prepared for.
+/// A launch plan with its key.
 pub(crate) struct Entry {
     of: OpKind,
     device: Device,
@@ -74,7 +74,7 @@ impl Entry {
     }
 }
 
-/// The slot of the cache that a missing entry belongs in.
+/// The slot of the cache for an entry that was not found.
 #[derive(Clone, Copy)]
 pub(crate) struct Slot {
     hash: u64,
@@ -82,9 +82,9 @@ pub(crate) struct Slot {
 }
 
 struct Table {
-    /// The version of the kernel parameters that the entries were prepared with.
+    /// The version of the tuning parameters that the entries were prepared with.
     tuned: u64,
-    /// How many were kept so far.
+    /// The number of entries that were ever inserted.
     kept: usize,
     slots: Vec<(u64, Option<Rc<Entry>>)>,
 }
@@ -117,7 +117,7 @@ impl Key<'_> {
     }
 }
 
-/// What was prepared for a launch like this one, or where to keep it.
+/// The cached plan for a key, or the slot to insert it in.
 pub(crate) fn find(key: &Key) -> std::result::Result<Rc<Entry>, Slot> {
     let slot = Slot { hash: key.hash(), tuned: times_tuned() };
     let found = TABLE.try_with(|table| {
@@ -137,7 +137,7 @@ impl Slot {
         (self.hash >> 40) as usize % SETS * WAYS
     }
 
-    /// Keeps it for the next launch like this one, instead of another one where there is no room.
+    /// Inserts a plan, in place of another one where the set is full.
     pub(crate) fn keep(self, key: &Key, plan: LaunchPlan) -> Rc<Entry> {
         let entry = Rc::new(Entry::new(key, plan));
         let _ = TABLE.try_with(|table| {
@@ -157,7 +157,7 @@ impl Slot {
     }
 }
 
-/// Launches what the key says: as it was prepared before, or else as `prepare` does it.
+/// Launches the cached plan for a key, or else the one that `prepare` makes, which is then cached.
 pub(crate) fn launch(key: &Key, params: Params, prepare: impl Fn() -> Result<LaunchPlan>) -> Result<Rc<Entry>> {
     let entry = match find(key) {
         Ok(entry) => entry,

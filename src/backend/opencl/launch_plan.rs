@@ -17,10 +17,10 @@ use crate::{Compute, DType, Result, Tensor};
 /// The launches of one operation: one, or several that share scratch memory.
 pub(crate) struct LaunchPlan {
     device: &'static ClDevice,
-    /// The elements of a scratch tensor that is allocated for the call; it is the last of the list.
+    /// The elements of a scratch tensor that is allocated for each call; it is the last of the list.
     scratch: Option<(usize, DType)>,
     launches: SmallVec<[KernelLaunch; 1]>,
-    /// The tensor whose indices the kernels check, and the number of that check.
+    /// The tensor whose indices the kernels check, and the number of that check in [`checked_indices`].
     indices: Option<(usize, u64)>,
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct KernelLaunch {
     arguments: Vec<Argument>,
     /// The words of the structs that are passed by value.
     words: Vec<i64>,
-    /// The words that are filled only at the call, and their indices in `words`.
+    /// The words that each call provides, and their indices in `words`.
     deferred: Vec<(usize, Word)>,
 }
 
@@ -42,42 +42,42 @@ pub(crate) struct KernelLaunch {
 #[derive(Clone, Copy)]
 enum Argument {
     Buffer(u32),
-    /// Where a tensor begins in its buffer, in units of so many elements, after so many more elements.
+    /// The offset of a tensor in its buffer plus `skip` elements, divided by `unit`.
     Offset {
         of: u32,
         unit: u32,
         skip: isize,
     },
-    /// The same at every call.
+    /// An argument that is the same at every call.
     Fixed(Arg<'static>),
-    /// A struct of the words from one to another.
+    /// A struct of this range of words.
     Words(u32, u32),
     /// So many scalars of the call, an argument each.
     Scalars(u32, Compute),
-    /// So many seeds, key and stream of each.
+    /// So many seeds of the call, each a key and a stream.
     Seeds(u32),
-    /// What this thread's faults are recorded in.
+    /// The buffer in which kernels record faults.
     Faults,
-    /// Counters of work-groups that are done, and the first of them that are this stream's.
+    /// The buffer of counters of finished work-groups, and the index of the first counter of the current stream.
     Arrivals,
     FirstArrival,
 }
 
-/// A word that a call brings.
+/// A word that each call provides.
 #[derive(Clone, Copy)]
 pub(crate) enum Word {
-    /// Elements from the start of a tensor's buffer to its first.
+    /// The offset of a tensor in its buffer, in elements.
     First(usize),
     FirstArrival,
 }
 
 impl LaunchPlan {
-    /// Of one launch.
+    /// A plan of one launch.
     pub(crate) fn one(device: &'static ClDevice, launch: KernelLaunch) -> LaunchPlan {
         LaunchPlan::new(device, None, [launch])
     }
 
-    /// Of launches in this order, with as many elements of scratch memory.
+    /// A plan of launches in this order, with a scratch tensor of so many elements.
     pub(crate) fn new(
         device: &'static ClDevice,
         scratch: Option<(usize, DType)>,
@@ -86,7 +86,7 @@ impl LaunchPlan {
         LaunchPlan { device, scratch, launches: launches.into_iter().collect(), indices: None }
     }
 
-    /// What its kernels record is only that an index of tensor `k` is out of range.
+    /// Declares that the only faults of its kernels are indices of tensor `k` that are out of range, so that known indices need no check.
     pub(crate) fn checking(self, k: usize) -> LaunchPlan {
         LaunchPlan { indices: Some((k, checked_indices::new_number())), ..self }
     }
@@ -96,7 +96,7 @@ impl LaunchPlan {
         self.launches.iter().any(|launch| launch.buffers.contains(&k))
     }
 
-    /// Launches it with these tensors, which lie as those it was prepared for.
+    /// Launches it with these tensors, which have the layouts that it was prepared for.
     pub(crate) fn launch(&self, tensors: &[&Tensor], params: Params) -> Result<()> {
         let unknown =
             self.indices.and_then(|(k, check)| Some((k, checked_indices::unknown(self.device, tensors[k], check)?)));
@@ -119,68 +119,68 @@ impl LaunchPlan {
 }
 
 impl KernelLaunch {
-    /// A launch over at least so many work-items in groups of so many, as yet without arguments.
+    /// A launch of at least `global` work-items in groups of `local`, to which arguments are added in order.
     pub(crate) fn new(kernel: Arc<ClKernel>, global: usize, local: usize) -> KernelLaunch {
         let (buffers, arguments, words, deferred) = Default::default();
         KernelLaunch { kernel, global, local, buffers, arguments, words, deferred }
     }
 
-    /// The next argument is the buffer of tensor `k`: its number among those that the kernel is given.
+    /// Adds the buffer of tensor `k`, and gives its number among the launch's buffers.
     pub(crate) fn buffer(&mut self, k: usize) -> usize {
         self.buffers.push(k);
         self.arguments.push(Argument::Buffer((self.buffers.len() - 1) as u32));
         self.buffers.len() - 1
     }
 
-    /// The next two arguments are the buffer of tensor `k` and where in it the tensor begins.
+    /// Adds the buffer of tensor `k` and the tensor's offset in it.
     pub(crate) fn tensor(&mut self, k: usize) {
         self.tensor_from(k, 0, 1);
     }
 
-    /// [`tensor`](Self::tensor) from `skip` elements after its first on, counted in units of so many elements.
+    /// [`tensor`](Self::tensor) with an offset of `skip` elements more, in units of so many elements.
     pub(crate) fn tensor_from(&mut self, k: usize, skip: isize, unit: usize) {
         let of = self.buffer(k) as u32;
         self.arguments.push(Argument::Offset { of, unit: unit as u32, skip });
     }
 
-    /// The next arguments are the same at every call.
+    /// Adds arguments that are the same at every call.
     pub(crate) fn args(&mut self, args: impl IntoIterator<Item = Arg<'static>>) {
         self.arguments.extend(args.into_iter().map(Argument::Fixed));
     }
 
-    /// The next argument is a struct of these words.
+    /// Adds a struct of these words.
     pub(crate) fn words(&mut self, words: impl IntoIterator<Item = i64>) {
         let from = self.words.len() as u32;
         self.words.extend(words);
         self.arguments.push(Argument::Words(from, self.words.len() as u32));
     }
 
-    /// The call brings this word of those given so far.
+    /// Has each call provide the word of this index.
     pub(crate) fn defer(&mut self, word: usize, what: Word) {
         self.deferred.push((word, what));
     }
 
-    /// The next arguments are so many scalars of a call, as the type computed in.
+    /// Adds so many scalars of the call in the compute type.
     pub(crate) fn scalars(&mut self, count: usize, compute: Compute) {
         self.arguments.push(Argument::Scalars(count as u32, compute));
     }
 
-    /// The next arguments are so many seeds of a call.
+    /// Adds so many seeds of the call.
     pub(crate) fn seeds(&mut self, count: usize) {
         self.arguments.push(Argument::Seeds(count as u32));
     }
 
-    /// The next argument is what faults are recorded in.
+    /// Adds the buffer in which faults are recorded.
     pub(crate) fn faults(&mut self) {
         self.arguments.push(Argument::Faults);
     }
 
-    /// The next argument is the counters of work-groups that are done.
+    /// Adds the counters of finished work-groups.
     pub(crate) fn arrivals(&mut self) {
         self.arguments.push(Argument::Arrivals);
     }
 
-    /// The next argument is the first of these counters that is this stream's.
+    /// Adds the index of the first of these counters for the current stream.
     pub(crate) fn first_arrival(&mut self) {
         self.arguments.push(Argument::FirstArrival);
     }

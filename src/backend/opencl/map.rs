@@ -5,7 +5,7 @@ mod source;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::fuse;
-use crate::backend::opencl::geometry::{WIDEST, free_group, group_of};
+use crate::backend::opencl::geometry::{WIDEST, free_group, group_of, largest_group};
 use crate::backend::opencl::image;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
@@ -19,46 +19,46 @@ use crate::expr::program::Program;
 use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
 
-/// Local memory that tiles may take, where there is as much.
+/// The most bytes of local memory for tiles.
 const TILES: usize = 32 << 10;
 
-/// What a work-item reads or writes of an operand.
+/// How a work-item accesses an operand.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Reach {
-    /// One element, or one for several positions.
-    One,
-    /// A vector of neighbours.
+enum MemoryAccess {
+    /// Element by element.
+    Element,
+    /// As a vector of contiguous elements.
     Vector,
-    /// One element of a tile in local memory.
+    /// Element by element through a tile, in local memory on GPUs.
     Tile,
 }
 
 #[derive(Clone, Copy)]
 struct MapOperand {
     dtype: DType,
-    /// How its offset is found: part of the kernel, so that the common cases cost no index arithmetic.
+    /// Compiled into the kernel, so that the common kinds need no index arithmetic.
     kind: OperandKind,
-    reach: Reach,
-    /// An input that the expressions never read is not passed.
+    access: MemoryAccess,
+    /// Whether the expressions read it; inputs that they do not read are not passed.
     used: bool,
 }
 
 impl MapOperand {
-    /// Whether its offset is found by dims and strides; that of a row that is repeated is, too.
+    /// Whether its offset follows from dims and strides; rows that are broadcast are indexed so, too.
     fn is_strided(&self) -> bool {
         matches!(self.kind, OperandKind::Strided | OperandKind::RowBroadcast(_))
     }
 
-    /// What tells its code from others'.
+    /// The operand's part of the kernel's key.
     fn code(&self) -> u64 {
         let kind = if self.is_strided() { 2 } else { u64::from(self.kind == OperandKind::Scalar) };
-        (self.dtype as u64) << 8 | (self.reach as u64) << 4 | kind << 1 | u64::from(self.used)
+        (self.dtype as u64) << 8 | (self.access as u64) << 4 | kind << 1 | u64::from(self.used)
     }
 }
 
 type MapOperands = SmallVec<[MapOperand; 6]>;
 
-/// How a launch is shared out: see `kernels/elementwise.cl`.
+/// The form of the kernel: see `kernels/elementwise.cl`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Form {
     Scalar {
@@ -66,10 +66,10 @@ enum Form {
     },
     Vector {
         width: usize,
-        /// Results that no cache holds are stored past it; likewise below.
+        /// Whether results larger than the cache are written with non-temporal stores; the same below.
         streamed: bool,
     },
-    /// Tiles of `side` elements of this dim by `across` of the innermost one; processors move whole lines of them.
+    /// Tiles of `side` elements of this dim by `across` of the innermost one; on processors they are moved line by line.
     Tiled {
         side: usize,
         across: usize,
@@ -83,15 +83,15 @@ struct Lines {
     streamed: bool,
 }
 
-/// Launches formulas; a capture knows then what was recorded, and may join it with others.
+/// Launches formulas; during a capture they are recorded, and may be fused with others.
 pub(crate) fn run(formulas: &Formulas) -> Result<()> {
     match capture::is_capturing(formulas.outputs[0].device()) {
-        true => fuse::noted(formulas, || launch(formulas)),
+        true => fuse::record(formulas, || launch(formulas)),
         false => launch(formulas),
     }
 }
 
-/// Launches formulas as they were launched before for tensors of these layouts, or else prepares the launch.
+/// Launches the cached plan for formulas over tensors of these layouts, or else prepares it.
 pub(crate) fn launch(formulas: &Formulas) -> Result<()> {
     if image::elementwise(formulas)? {
         return Ok(());
@@ -101,7 +101,7 @@ pub(crate) fn launch(formulas: &Formulas) -> Result<()> {
     let in_place = in_place(inputs.iter().copied(), outputs);
     let numbers = &[in_place.into()];
     let key = Key { of: OpKind::Map, device: outputs[0].device(), numbers, exprs, tensors: &tensors };
-    // A storage that is read and written through different views is not looked up: its inputs are copied.
+    // Where an input overlaps an output the plan is for a copy of the input, and so not cached.
     let slot = match !in_place || inputs.iter().all(|t| is_clear_of(t, outputs)) {
         true => match launch_cache::find(&key) {
             Ok(entry) => return entry.plan.launch(&tensors, params),
@@ -126,14 +126,14 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     let gpu = device.info().kind != DeviceKind::Cpu;
     let tensors: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
     let inputs = launch.inputs.len();
-    // In the order in which the results lie in memory. Random numbers count positions in the shape's own.
+    // Dims are permuted to the order of the results' strides. Random numbers depend on row-major positions, so not for these.
     let reordered = if gpu && launch.program.seeds() == 0 { launch.strided.in_order_of(inputs) } else { None };
     let strided = reordered.as_ref().unwrap_or(&launch.strided);
     let mut operands: MapOperands = (0..tensors.len())
         .map(|k| MapOperand {
             dtype: tensors[k].dtype,
             kind: OperandKind::of_dims(strided, k),
-            reach: Reach::One,
+            access: MemoryAccess::Element,
             used: k >= inputs || launch.program.exprs().iter().any(|e| e.uses_input(k)),
         })
         .collect();
@@ -145,21 +145,21 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
             .or_else(|| tiles(device, strided, launch, streamed, &mut operands)),
         false => None,
     };
-    // What an element of every operand takes.
+    // The bytes of one element of all operands.
     let bytes = operands.iter().filter(|o| o.used).map(|o| o.dtype.size()).sum();
     let class = SizeClass::of([count, bytes]);
     let form = form
         .unwrap_or_else(|| Form::Scalar { per_item: if gpu { device.tuned_for(Knob::MapLoads, class) } else { 1 } });
-    let most = 1 << device.info().max_work_group.max(1).ilog2();
+    let most = largest_group(device);
     let local = match form {
         Form::Tiled { .. } if !gpu => 1,
-        // Compiled for groups of this size; those of other forms have any.
+        // Tiles are compiled for groups of this size; the other forms work in groups of any size.
         Form::Tiled { .. } => device.tuned_for(Knob::MapGroup, class).min(most),
         _ => device.tuned(Knob::MapGroup).min(most),
     };
     let has_strides = operands.iter().any(|o| o.is_strided());
     let rank = if has_strides { strided.dims.len() } else { 0 };
-    // With room for the last group's positions past the end: were they to wrap, an in-place result would be computed twice.
+    // The last group's positions past the end must not wrap around, or an in-place result would be computed twice.
     let wide = count >= u32::MAX as usize - WIDEST * LARGEST_GROUP;
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::new();
@@ -180,7 +180,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
             }
         },
     ]);
-    // Four operands a word, so that keys of usual length are not on the heap.
+    // Four operands are packed in a word, so that most keys need no heap allocation.
     params.extend(operands.chunks(4).map(|four| four.iter().fold(1, |word, o| word << 15 | o.code())));
     let key = KernelKey { template: "elementwise", params, exprs: SmallVec::from(launch.program.exprs()) };
     let kernel =
@@ -196,7 +196,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
             (SmallVec::from_slice(&[count]), count.div_ceil(each))
         }
     };
-    // Where the source does not say the size of its groups, the driver may allow no more than 256.
+    // For kernels that do not declare their group size, the driver may allow smaller groups only.
     let local = match form {
         Form::Tiled { .. } => group_of(&kernel, local),
         _ => free_group(device, &kernel, items, local),
@@ -204,7 +204,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     let mut kernel_launch = KernelLaunch::new(kernel, items, local);
     operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| kernel_launch.tensor(k));
     if has_strides {
-        // `layout_t` in the source.
+        // The struct `layout_t` of the source.
         let strides = strided.strides.iter().flatten().map(|&s| s as i64);
         kernel_launch.words(strided.dims.iter().map(|&d| d as i64).chain(strides));
     }
@@ -220,7 +220,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     Ok(LaunchPlan::one(device, kernel_launch))
 }
 
-/// Whether a processor had best store the results past its caches. Not in place: what was read is in them.
+/// Whether a processor should use non-temporal stores. Not in place, where the destination is in the cache already.
 fn is_streamed(launch: &Launch) -> bool {
     let bytes = |t: &Tensor| t.numel() * t.dtype.size();
     let results = launch.outputs.iter().map(|t| bytes(t)).sum();
@@ -228,8 +228,8 @@ fn is_streamed(launch: &Launch) -> bool {
     !in_place(launch.inputs.iter(), launch.outputs) && streaming::is_worth_it(results, all)
 }
 
-/// Several neighbours along the innermost dim a work-item, where every operand has them one after another, or one for all,
-/// and starts and steps by whole groups of them: the largest elements then move 16 bytes at a time.
+/// The vector form, whose widest operand is accessed 16 bytes at a time, if every operand's innermost stride is 1 or 0 and its offset
+/// and other strides are multiples of the vector.
 fn vectors(strided: &StridedDims, tensors: &[&Tensor], streamed: bool, operands: &mut MapOperands) -> Option<Form> {
     let (&inner, outer) = strided.dims.split_last()?;
     let step = |k: usize| strided.strides[k][outer.len()];
@@ -244,18 +244,18 @@ fn vectors(strided: &StridedDims, tensors: &[&Tensor], streamed: bool, operands:
         }
         _ => false,
     };
-    // A single dim may end in fewer: the kernel has a tail for them.
+    // The last vector of a single dim may be incomplete: the kernel handles that tail element by element.
     if !(outer.is_empty() || inner.is_multiple_of(width)) || !(0..operands.len()).all(|k| !operands[k].used || fits(k))
     {
         return None;
     }
     for (_, operand) in operands.iter_mut().enumerate().filter(|(k, o)| o.used && step(*k) == 1) {
-        operand.reach = Reach::Vector;
+        operand.access = MemoryAccess::Vector;
     }
     Some(Form::Vector { width, streamed })
 }
 
-/// Tiles, in local memory on GPUs, where the results are neighbours along the innermost dim and some inputs along another.
+/// The tiled form, if the results are contiguous along the innermost dim and some inputs along another one.
 fn tiles(
     device: &ClDevice,
     strided: &StridedDims,
@@ -270,7 +270,7 @@ fn tiles(
     let transposed = |k: usize, d: usize| {
         operands[k].used && strided.strides[k][d] == 1 && !matches!(strided.strides[k][last], 0 | 1)
     };
-    // Short dims would leave tiles empty.
+    // With short dims most of a tile would be unused.
     let dim = (0..last)
         .find(|&d| strided.dims[d] >= 8 && strided.dims[last] >= 8 && (0..inputs).any(|k| transposed(k, d)))?;
     let size: usize = (0..inputs).filter(|&k| transposed(k, dim)).map(|k| operands[k].dtype.size()).sum();
@@ -283,7 +283,7 @@ fn tiles(
             ([device.tuned_for(Knob::TransposeTile, class), 32].into_iter().find(fits)?, None)
         }
     };
-    // As many elements where the innermost dim is short.
+    // Where the innermost dim is shorter than a tile, the tile has more rows instead.
     let (side, across) = match strided.dims[last].next_power_of_two() {
         short if lines.is_none() && short < side => {
             ((side * side / short).min(strided.dims[dim].next_power_of_two().max(side)), short)
@@ -292,7 +292,7 @@ fn tiles(
     };
     let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && transposed(k, dim)).collect();
     for (operand, tiled) in operands.iter_mut().zip(tiled) {
-        operand.reach = if tiled { Reach::Tile } else { Reach::One };
+        operand.access = if tiled { MemoryAccess::Tile } else { MemoryAccess::Element };
         if operand.kind == OperandKind::Contiguous {
             operand.kind = OperandKind::Strided;
         }
@@ -300,7 +300,7 @@ fn tiles(
     Some(Form::Tiled { side, across, dim, lines })
 }
 
-/// A host number as a kernel argument of the type computed in.
+/// A scalar as a kernel argument of the compute type.
 pub(crate) fn scalar_arg<'a>(compute: Compute, s: crate::Scalar) -> Arg<'a> {
     match compute {
         Compute::F32 => Arg::F32(s.to_f64() as f32),
@@ -315,9 +315,9 @@ mod tests {
     use crate::Device;
     use crate::device::opencl;
 
-    /// Wider than what is computed, and than any vector of as many elements.
+    /// The unused input has a wider dtype than the others.
     #[test]
-    fn operands_that_nobody_reads() {
+    fn inputs_that_are_not_read() {
         for device in (0..opencl::count()).map(Device::OpenCL) {
             let a = Tensor::arange(0, 40, 1, device).unwrap();
             let (b, out) = (a.to_dtype(DType::U8).unwrap(), a.to_dtype(DType::U8).unwrap());
@@ -326,7 +326,7 @@ mod tests {
         }
     }
 
-    /// Strided copies keep every bit, those of quiet NaNs too; what is computed of NaNs are NaNs.
+    /// Strided copies keep all bits, also of quiet NaNs; NaNs that are computed with stay NaNs.
     #[test]
     fn bits_of_nans() {
         let bits: Vec<half::bf16> =
@@ -341,7 +341,7 @@ mod tests {
         }
     }
 
-    /// Processors store them past their caches, but for those in place, which take turns with the others here.
+    /// Processors use non-temporal stores for them, except in place.
     #[test]
     fn results_larger_than_the_cache_are_the_cpus() {
         let n = (streaming::LARGE / 4 + 1003) as i64;

@@ -45,8 +45,8 @@ use crate::backend::opencl::depthwise::Depthwise;
 use crate::backend::opencl::implicit_gemm::ImplicitGemm;
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::{
-    Attended, Blocking, Chosen, Combine, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
-    Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
+    AttentionBackward, Blocking, Combine, Formulas, FusedAttention, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
+    Recorder, Reduction, Resize, Scan, Selected, Sequence, Softmax, Task, Tuning, Views, Windows,
 };
 use crate::backend::written;
 use crate::device::opencl;
@@ -72,9 +72,9 @@ impl Backend for OpenCl {
             sort::run(x, d, descending, values, indices);
         search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
             sort::search(x, lines, step, v, right, out);
-        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> =
+        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
             if x.numel() == 0 { Ok(None) } else { select::first(x, d, k, descending) };
-        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> =
+        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>> =
             if x.numel() == 0 { Ok(None) } else { select::nth(x, d, nth) };
         gather(g: &Indexed, out: &Tensor) -> Result<()> = gather::gather(g, out);
         scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> =
@@ -121,7 +121,7 @@ impl Backend for OpenCl {
         has_attention(a: &FusedAttention) -> Result<bool> = attention::has(a);
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
             attention::forward(a, out, logsumexp);
-        attention_backward(a: &FusedAttention, of: &Attended, results: [&Tensor; 3]) -> Result<()> =
+        attention_backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> =
             attention::backward(a, of, results);
         interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
             interpolate::run(resize, x, out, transposed);
@@ -136,7 +136,7 @@ impl Backend for OpenCl {
     }
 
     fn blocking(&self, memory: usize, _: bool) -> Blocking {
-        let whole = Blocking::share(memory);
-        Blocking { whole, block: whole / 4, queries: 256 }
+        let unblocked_bytes = Blocking::share(memory);
+        Blocking { unblocked_bytes, block_bytes: unblocked_bytes / 4, min_queries: 256 }
     }
 }

@@ -1,5 +1,5 @@
-//! The indices of what is not zero, on OpenCL: `kernels/nonzero.cl`. Chunks are counted, the counts are read back for the size of
-//! the result, and on the device they also say where the indices of each chunk begin.
+//! Nonzero and masked select on OpenCL: `kernels/nonzero.cl`. A first launch counts the nonzero elements of each chunk. The counts are
+//! read back for the size of the result, and a second launch derives from them where in the result each chunk begins.
 
 use smallvec::SmallVec;
 
@@ -12,36 +12,37 @@ use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/nonzero.cl");
 
-/// Elements that a work-item of a group takes at a time.
+/// Elements that a work-item of a GPU reads at a time.
 const PER: usize = 16;
-/// Elements that are worth a work-item of a processor.
+/// The fewest elements of a work-item of a processor.
 const SERIAL: usize = 1 << 12;
 
-/// What becomes of what is true.
+/// What a launch writes.
 enum Stage<'a> {
+    /// The number of nonzero elements of each chunk.
     Count,
-    /// A row of indices in a tensor of these sizes.
+    /// A row of indices for each nonzero element, in a tensor of these sizes.
     Rows(&'a [usize]),
-    /// What this tensor has there.
+    /// The element of this tensor for each nonzero element of the mask.
     Elements(&'a Tensor),
 }
 
-/// Where the elements of `mask` that are not zero are, in row-major order: a row of indices each, as of a tensor of sizes
-/// `dims`. The mask has elements.
+/// The indices of the nonzero elements of `mask`, in row-major order, as rows of indices into a tensor of sizes `dims`. The mask is
+/// not empty.
 pub(crate) fn indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let counts = Counts::new(mask)?;
     let out = Tensor::empty_like_shape([counts.total, dims.len()], DType::I64, mask.device())?;
     counts.fill(&Stage::Rows(dims), &out)
 }
 
-/// The elements of `x` where `mask` is not zero, in row-major order. They have one shape, and elements.
+/// The elements of `x` where `mask` is not zero, in row-major order. Both have one shape and are not empty.
 pub(crate) fn selected(x: &Tensor, mask: &Tensor) -> Result<Tensor> {
     let counts = Counts::new(mask)?;
     let out = Tensor::empty_like_shape(counts.total, x.dtype, x.device())?;
     counts.fill(&Stage::Elements(x), &out)
 }
 
-/// How many elements of each chunk are not zero.
+/// The number of nonzero elements of each chunk of a mask.
 struct Counts<'a> {
     device: &'static ClDevice,
     mask: &'a Tensor,
@@ -51,7 +52,7 @@ struct Counts<'a> {
 }
 
 impl Counts<'_> {
-    /// Waits.
+    /// Counts on the device and waits for the result.
     fn new(mask: &Tensor) -> Result<Counts<'_>> {
         let (device, n) = (mask.cl_device()?, mask.numel());
         let units = device.info().compute_units.max(1);
@@ -102,7 +103,7 @@ impl Counts<'_> {
                 }
             };
             let idx = index_type(wide);
-            // What a comparison of vectors gives.
+            // The element type that a comparison of vectors gives.
             let truth = if mask.dtype.compute() == Compute::F32 { "int" } else { "long" };
             let a = mask.dtype;
             format!(

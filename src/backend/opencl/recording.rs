@@ -1,6 +1,6 @@
 //! Recording what a thread submits to an OpenCL device.
 
-use crate::backend::opencl::fuse::{Changes, Noting};
+use crate::backend::opencl::fuse::{Changes, FormulaRecorder};
 use crate::backend::problem::recording;
 use crate::device::StreamId;
 use crate::device::capture::{self, ReplayMode};
@@ -18,13 +18,13 @@ struct Recorded<T> {
 /// Begins to record.
 pub(crate) fn start(device: Device) -> Result<Box<dyn recording::Recorder>> {
     let device = opencl::open_device(device)?;
-    Ok(Box::new(Recorded { device, work: (Recorder::start(device)?, Noting::start()) }))
+    Ok(Box::new(Recorded { device, work: (Recorder::start(device)?, FormulaRecorder::start()) }))
 }
 
-impl recording::Recorder for Recorded<(Recorder, Noting)> {
+impl recording::Recorder for Recorded<(Recorder, FormulaRecorder)> {
     fn finish(self: Box<Self>, uses: Uses) -> Box<dyn recording::Recording> {
-        let Recorded { device, work: (recorder, noting) } = *self;
-        let Changes { left_out, others } = noting.changes(&recorder, &uses);
+        let Recorded { device, work: (recorder, formulas) } = *self;
+        let Changes { left_out, others } = formulas.changes(&recorder, &uses);
         let mut recording = recorder.finish();
         recording.replace(&left_out, others);
         Box::new(Recorded { device, work: Replayer::new(device, recording) })

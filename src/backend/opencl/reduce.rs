@@ -1,4 +1,4 @@
-//! Reductions on OpenCL: the schedule of `kernels/reduce.cl`, and whether it takes one launch or two.
+//! Reductions on OpenCL, `kernels/reduce.cl`, in one launch or two.
 
 use smallvec::SmallVec;
 
@@ -9,27 +9,28 @@ use crate::backend::opencl::geometry::{
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
+use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::Params;
 use crate::backend::problem::reduction::{Axes, Combination, Element, Reduction, ReductionPlan, Rule};
 use crate::device::DeviceKind;
 use crate::device::opencl::{ARRIVALS, Arg, ClDevice};
 use crate::expr::Expr;
 use crate::expr::program::Program;
-use crate::{Compute, DType, Result, Tensor};
+use crate::{Compute, DType, Result, Scalar, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/reduce.cl");
 
-/// What a launch reads and writes: elements, or in the stages of an argmax partial results.
+/// The stage of a reduction. Only those of argmax differ from whole reductions, by the pairs of value and index that they pass on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Whole,
     First,
     Second,
-    /// Both stages: the last work-group of a result combines its slices.
+    /// Both stages in one launch: the last work-group of a result combines its slices.
     LastGroup,
 }
 
-/// One launch, or two where few results have many elements.
+/// Reduces in one launch, or in two where there are few results of many elements.
 pub(crate) fn run(reduction: &Reduction) -> Result<()> {
     let Reduction { rule, x, mask, out, .. } = *reduction;
     let id = launch_cache::number_of::<u8>(std::ptr::without_provenance(reduction.id));
@@ -38,22 +39,22 @@ pub(crate) fn run(reduction: &Reduction) -> Result<()> {
     launch_cache::launch(&key, Params::default(), || prepare(rule, x, &reduction.plan(), out)).map(drop)
 }
 
-/// Tensors of a launch are the elements, the results, and where there are partial results those.
+/// The launch plan, whose tensors are the input, the results, and the partial results if there are any.
 pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor) -> Result<LaunchPlan> {
     let device = t.cl_device()?;
     let (acc, arg) = (rule.accumulator(t.dtype), rule.combination.is_arg());
     let schedule = Schedule::choose(device, plan, vector(device, arg, t.dtype, plan));
-    // Where the first element is, of the tensor's own.
+    // The offset of the plan's first element relative to the tensor's.
     let start = plan.start as isize - t.layout.offset as isize;
     if schedule.slices == 1 {
-        let whole = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
+        let whole = ReductionKernel { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
         return Ok(LaunchPlan::one(device, whole.kernel_launch(device, (0, start), 1, plan, &schedule, plan.n)?));
     }
     // Partial results: of the accumulator's type, or 16 bytes with value and index.
     let count = plan.outs * schedule.slices;
     let partial = Some(if arg { (2 * count, DType::I64) } else { (count, acc.dtype()) });
-    if schedule.meets(device) {
-        let both = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::LastGroup };
+    if schedule.combines_in_last_group(device) {
+        let both = ReductionKernel { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::LastGroup };
         return Ok(LaunchPlan::new(
             device,
             partial,
@@ -62,7 +63,7 @@ pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tenso
     }
     let stage = if arg { Stage::First } else { Stage::Whole };
     let (first, second) = rule.stages();
-    let first = Kind { rule: &first, input: t.dtype, output: acc.dtype(), acc, stage };
+    let first = ReductionKernel { rule: &first, input: t.dtype, output: acc.dtype(), acc, stage };
     let first = first.kernel_launch(device, (0, start), 2, plan, &schedule, plan.n)?;
     let rest = ReductionPlan {
         start: 0,
@@ -72,16 +73,16 @@ pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tenso
         n: schedule.slices,
     };
     let stage = if arg { Stage::Second } else { Stage::Whole };
-    let second = Kind { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
-    // Pairs are 16 bytes.
+    let second = ReductionKernel { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
+    // Pairs of value and index have 16 bytes, so they are read one by one.
     let width = if arg { 1 } else { vector(device, arg, acc.dtype(), &rest) };
     let schedule = Schedule { slices: 1, chunk: rest.n, ..Schedule::choose(device, &rest, width) };
     let second = second.kernel_launch(device, (2, 0), 1, &rest, &schedule, plan.n)?;
     Ok(LaunchPlan::new(device, partial, [first, second]))
 }
 
-/// Elements of a tensor of this dtype that a work-item takes at once: several where those of a result lie in a row, or where neighbouring
-/// results have theirs side by side.
+/// The elements of this dtype that a work-item loads at once: several where those of a result, or those of neighbouring results, are
+/// contiguous.
 fn vector(device: &ClDevice, arg: bool, dtype: DType, plan: &ReductionPlan) -> usize {
     let by_column = plan.by_column();
     let rows = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1;
@@ -100,14 +101,14 @@ fn vector(device: &ClDevice, arg: bool, dtype: DType, plan: &ReductionPlan) -> u
     }
 }
 
-/// How a launch is spread over the device.
+/// How a launch is distributed over the device.
 struct Schedule {
     /// Elements that a work-item loads at once.
     width: usize,
     by_column: bool,
-    /// Work-items that share a result (GPUs).
+    /// Work-items that share a result, on GPUs.
     lanes: usize,
-    /// Partial results of a result, of `chunk` elements each.
+    /// Slices of a result, of `chunk` elements each, whose partial results are combined.
     slices: usize,
     chunk: usize,
     global: usize,
@@ -119,7 +120,7 @@ impl Schedule {
         let units = device.info().compute_units.max(1);
         let (outs, n) = (plan.outs, plan.n);
         if device.info().kind == DeviceKind::Cpu {
-            // Sixteen columns a work-item, where they are neighbours; a result otherwise.
+            // A work-item computes sixteen neighbouring columns where these are contiguous, or else one result.
             let (columns, across) = plan.kept.inner();
             let by_column = plan.by_column() && across == 1 && columns >= 16;
             let items = if by_column { outs / columns * columns.div_ceil(16) } else { outs };
@@ -127,21 +128,21 @@ impl Schedule {
             let wanted = if items >= 2 * units || n <= enough { 1 } else { (4 * units).div_ceil(items) };
             let (slices, chunk) = cut(n, wanted, enough / 4, 32);
             let global = items * slices;
-            // Groups cost something when there are thousands; few items are better spread one by one.
+            // Thousands of groups have a cost of their own; few work-items are distributed best in groups of one.
             let local = if global >= 64 * 8 * units { LOCAL } else { 1 };
             return Schedule { width: 1, by_column, lanes: 1, slices, chunk, global, local };
         }
         let group = group_size(device);
         let by_column = plan.by_column();
-        // Results a work-item has, and elements of each it takes at once.
+        // The results of a work-item, and the elements of each that it loads at once.
         let (across, along) = if by_column { (width, 1) } else { (1, width) };
         let columns = plan.kept.inner().0 / across;
         let enough = |columns: usize| outs.div_ceil(columns * across) >= 2 * units;
         let lanes = match along {
-            // Columns by the vector: 256 bytes of them together.
+            // A group reads vectors of neighbouring columns, 256 contiguous bytes.
             1 if width > 1 => (group / columns.next_power_of_two().min(16)).min(n.next_power_of_two()),
             1 => lanes(group, by_column, n, columns, enough),
-            // Sixteen loads a lane, as long as there are results enough to keep the device busy.
+            // Sixteen loads for each work-item, or fewer where there are too few results to keep the device busy.
             _ => {
                 let fair = n.div_ceil(16 * along).max((256 * units).div_ceil(outs)).next_power_of_two();
                 fair.min(n.div_ceil(4 * along).next_power_of_two()).max(4).min(group)
@@ -154,15 +155,15 @@ impl Schedule {
         Schedule { width, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
     }
 
-    /// Whether the work-groups of a result find out which of them is the last: where a compiler takes PTX, which has the
-    /// fence for it, and counters are enough. The compiler is asked last, for the answer takes building a kernel.
-    fn meets(&self, device: &ClDevice) -> bool {
+    /// Whether the last work-group of a result combines its slices. This needs a memory fence, which only compilers that accept PTX have,
+    /// and a counter for each group. The fence is tested last, because that may build a kernel.
+    fn combines_in_last_group(&self, device: &ClDevice) -> bool {
         let groups = self.global / self.local / self.slices;
         device.info().kind != DeviceKind::Cpu && groups <= ARRIVALS && device.has_fence()
     }
 }
 
-/// n elements in at most `wanted` slices of at least `least`, multiples of `unit`: their number and length.
+/// Cuts n elements into at most `wanted` slices of at least `least`, a multiple of `unit`: their number and length.
 fn cut(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
     if wanted <= 1 {
         return (1, n);
@@ -171,8 +172,8 @@ fn cut(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
     (n.div_ceil(chunk), chunk)
 }
 
-/// What tells one reduction kernel from another, ranks aside.
-struct Kind<'a> {
+/// What a reduction kernel is compiled for, besides the schedule and the ranks of the plan.
+struct ReductionKernel<'a> {
     rule: &'a Rule,
     input: DType,
     output: DType,
@@ -180,9 +181,9 @@ struct Kind<'a> {
     stage: Stage,
 }
 
-impl Kind<'_> {
-    /// The launch that reads tensor `x` of the list, from so many elements after its first on, and writes tensor `y`; where slices
-    /// meet, the next is theirs. `number`: how many elements a result is of.
+impl ReductionKernel<'_> {
+    /// The launch that reads tensor `x` of the list from offset `start` and writes tensor `y`; in stage LastGroup tensor `y + 1` has
+    /// the partial results. `number` is the number of elements of a result.
     fn kernel_launch(
         &self,
         device: &'static ClDevice,
@@ -195,7 +196,7 @@ impl Kind<'_> {
         let wide = is_wide([plan.n, plan.outs * schedule.slices * 16, schedule.global]);
         let group = group_size(device);
         let (truth, mapped, finish) = (
-            self.rule.element == Element::Truth,
+            self.rule.element == Element::NonZero,
             matches!(self.rule.element, Element::Of(_)),
             self.rule.finish.is_some(),
         );
@@ -213,12 +214,8 @@ impl Kind<'_> {
         let exprs = element.into_iter().chain(&self.rule.finish).cloned().collect();
         let key = KernelKey { template: "reduce", params: SmallVec::from_slice(&params), exprs };
         let kernel = kernel(device, key, "reduce", || self.source(plan, schedule, wide, group))?;
-        let number = match self.acc {
-            Compute::I64 => Arg::I64(number as i64),
-            Compute::F32 => Arg::F32(number as f32),
-            Compute::F64 => Arg::F64(number as f64),
-        };
-        // Pairs are 16 bytes, two elements of the tensor that holds them.
+        let number = scalar_arg(self.acc, Scalar::Int(number as i64));
+        // A pair has 16 bytes, which are two elements of the i64 tensor that holds it.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
         let cpu = device.info().kind == DeviceKind::Cpu;
         let local = match cpu {
@@ -271,7 +268,7 @@ impl Kind<'_> {
         text += &flag(schedule.by_column && schedule.width > 1, "COLUMNS");
         text += &flag(integer, "INTEGERS");
         text += &flag(self.rule.combination.is_arg(), "ARG");
-        text += &flag(self.rule.element == Element::Truth, "NONZERO");
+        text += &flag(self.rule.element == Element::NonZero, "NONZERO");
         text += &flag(self.stage == Stage::First, "PARTIAL");
         text += &flag(self.stage == Stage::Second, "PAIRS");
         text += &flag(self.stage == Stage::LastGroup, "LAST_GROUP_SUMS");
@@ -285,7 +282,7 @@ impl Kind<'_> {
     }
 }
 
-/// The formula as a function of a value and a number, `NAME_of(v, n)`.
+/// The formula as a function of OpenCL C, `NAME_of(v, n)`, of a value and the number of elements.
 fn function(formula: &Expr, compute: Compute, name: &str) -> String {
     let program = Program::of(std::slice::from_ref(formula));
     let (c, scalar) = (compute.cl_name(), if program.scalars() > 0 { ", n" } else { "" });

@@ -12,32 +12,33 @@ use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/scan.cl");
 
-/// Neighbours that a work-item of a group takes at a time.
+/// Contiguous elements that a work-item of a GPU scans at a time.
 const PER: usize = 4;
 
-/// What of a scan a launch does.
+/// The phase of a scan that a launch computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
+    /// The complete scan.
     Whole,
     /// The total of every slice.
     Totals,
-    /// The totals of a line, scanned.
+    /// The scan of the totals of each line.
     Between,
-    /// The slices, from what comes before them.
+    /// The scan of every slice, starting from the total of the slices before it.
     Finish,
 }
 
-/// One scan, to be launched in phases.
+/// The operands and the schedule of a scan, which is launched in phases.
 struct ScanLaunches<'a> {
     kind: Scan,
     x: &'a Tensor,
     values: &'a Tensor,
     indices: &'a Tensor,
-    /// Room for the totals of slices; any tensor where there are none.
+    /// The totals of slices; any tensor where there are none.
     totals: &'a Tensor,
     lines: &'a Lines,
     acc: Compute,
-    /// A work-item to itself does a slice, instead of a group.
+    /// Whether a single work-item scans a slice, instead of a group.
     serial: bool,
     group: usize,
 }
@@ -46,13 +47,13 @@ pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Op
     let device = x.cl_device()?;
     let lines = &Lines::new(x, d);
     let cpu = device.info().kind == DeviceKind::Cpu;
-    // A processor's running sums of f32 are long, and double precision costs it nothing.
+    // On a processor one running sum goes through a long slice, and accumulating it in f64 is free.
     let acc = match x.dtype.compute() {
         Compute::F32 if cpu && device.info().fp64 => Compute::F64,
         acc => acc,
     };
     let group = group_size(device);
-    let serial = cpu || (lines.side_by_side() && lines.count >= 64 * device.info().compute_units);
+    let serial = cpu || (lines.interleaved() && lines.count >= 64 * device.info().compute_units);
     let (chunk, slices) = cut(device, lines, serial, group);
     let indices = indices.unwrap_or(values);
     let job = ScanLaunches { kind, x, values, indices, totals: values, lines, acc, serial, group };
@@ -61,7 +62,7 @@ pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Op
     }
     let count = lines.count * slices;
     let totals = match kind.is_arg() {
-        // A value and its index: 16 bytes.
+        // Pairs of value and index, of 16 bytes.
         true => Tensor::empty_like_shape(2 * count, DType::I64, x.device())?,
         false => Tensor::empty_like_shape(count, acc.dtype(), x.device())?,
     };
@@ -71,7 +72,7 @@ pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Op
     job.launch(device, Phase::Finish, chunk, slices)
 }
 
-/// The length of slices and how many a line is cut in: one, unless there are too few lines to keep the device busy.
+/// The length of slices, and the number of slices of a line: one, unless there are too few lines to keep the device busy.
 fn cut(device: &ClDevice, lines: &Lines, serial: bool, group: usize) -> (usize, usize) {
     let units = device.info().compute_units.max(1);
     let (least, unit, enough) = if serial { (1 << 14, 64, units) } else { (8 * group * PER, group * PER, 2 * units) };
@@ -86,7 +87,7 @@ fn cut(device: &ClDevice, lines: &Lines, serial: bool, group: usize) -> (usize, 
 impl ScanLaunches<'_> {
     fn launch(&self, device: &'static ClDevice, phase: Phase, chunk: usize, slices: usize) -> Result<()> {
         let lines = self.lines;
-        // Between slices a line is its totals.
+        // In phase Between the elements of a line are the totals of its slices.
         let (n, slices_of_line) = if phase == Phase::Between { (slices, 1) } else { (lines.n, slices) };
         let items = lines.count * slices_of_line;
         let (global, local) = match (self.serial, device.info().kind) {
@@ -108,7 +109,7 @@ impl ScanLaunches<'_> {
         let words = words(&lines.strided);
         let (x, y) = (self.x.device_view()?, self.values.device_view()?);
         let (indices, totals) = (self.indices.device_view()?, self.totals.device_view()?);
-        // Pairs are 16 bytes, two elements of the tensor that holds them.
+        // A pair has 16 bytes, which are two elements of the i64 tensor that holds it.
         let totals_at = totals.first_element() / if self.kind.is_arg() { 2 } else { 1 };
         let args = arguments(
             &[&x, &y, &indices],

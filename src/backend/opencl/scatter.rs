@@ -1,4 +1,4 @@
-//! Writing through indices on GPUs: `kernels/scatter.cl`.
+//! Scatter on GPUs: `kernels/scatter.cl`.
 
 use smallvec::SmallVec;
 
@@ -15,36 +15,38 @@ use crate::{Result, Shape, Tensor};
 
 const WRITES: &str = include_str!("../../../kernels/scatter.cl");
 
-/// Neighbours of a row from which on a group takes whole rows.
-const NARROW: usize = 8;
-/// Destinations a group of whole rows has at most: the kernel's lists have room for 64.
+/// The fewest contiguous elements with one index that are written as rows.
+const MIN_ROW: usize = 8;
+/// The most destination rows of a group: the kernel's lists have 64 entries.
 const SPAN: usize = 32;
-/// Of elements: columns side by side, indices a work-item at a time, most places in local memory, and most groups that
-/// read the same indices for their parts of what local memory holds.
+/// Neighbouring columns of a group, in the kernel that writes element by element.
 const SIDE: usize = 4;
+/// Indices that a work-item of that kernel reads at a time.
 const PER: usize = 4;
+/// The most entries of its table in local memory, by which it detects conflicting indices.
 const TAGS: usize = 1 << 12;
-const HELD: usize = 8;
-/// Rounds after which one work-item takes all that meets in an element.
+/// The most parts of the destination, each held in the local memory of a group that reads all indices.
+const MAX_HELD_PARTS: usize = 8;
+/// The rounds of conflict resolution after which one work-item writes the remaining elements.
 const ROUNDS: usize = 16;
 
-/// One write.
+/// One scatter.
 struct ScatterJob<'a> {
     device: &'static ClDevice,
     g: &'a Indexed<'a>,
     combine: Combine,
     target: &'a Tensor,
     layout: &'a Layout,
-    /// The columns: all dims but the one that is indexed, and the strides of source, index and target there.
+    /// The columns: the sizes of all dims but the indexed one, and the strides of source, index and target along them.
     shape: Shape,
     strides: [SmallVec<[isize; 6]>; 3],
-    /// Indices a column, and the steps from one to the next in the source and in the index.
+    /// The indices of a column, and the strides along it in the source and in the index.
     count: usize,
     steps: [isize; 2],
     group: usize,
 }
 
-/// The launch for it; none where counts are beyond what the kernels number, and where columns are many and short.
+/// The launch plan; none where there are more indices than the kernels can count, or many columns of few indices.
 pub(crate) fn prepare(
     device: &'static ClDevice,
     g: &Indexed,
@@ -65,38 +67,39 @@ pub(crate) fn prepare(
         steps: [g.x_layout.strides[d], g.index_layout.strides[d]],
         group: group_size(device),
     };
-    // Kernels number the indices in 32 bits, with 6 of them for something else.
+    // Kernels number indices in 26 bits of a word.
     if job.count >= 1 << 26 || is_wide([job.shape.numel()]) {
         return Ok(None);
     }
     let tiling = job.tiling();
     match job.rows(tiling.picoseconds(&job))? {
         Some(rows) => Ok(Some(rows)),
-        // A work-item each does for columns of a few indices.
+        // For many columns of few indices, the kernel with one work-item for each column is fast enough.
         None if job.count <= FEW && job.shape.numel() >= job.units() * BUSY => Ok(None),
         None => job.tiles(&tiling).map(Some),
     }
 }
 
-/// Indices of a column that are few, and columns that occupy a compute unit.
+/// The most indices of a column that are few, and the columns that occupy a compute unit.
 const FEW: usize = 8;
 const BUSY: usize = 1024;
 
-/// How groups share the columns of a job whose elements have an index each.
+/// How groups divide a scatter whose elements have an index each.
 struct Tiling {
     strided: StridedDims,
     /// Neighbouring columns of a group.
     side: usize,
     tiles: usize,
-    /// Ranges of destinations, and their size.
+    /// The parts of the destination, and their size.
     parts: usize,
     span: usize,
     tags: usize,
+    /// Whether a group keeps its part of the destination in local memory.
     held: bool,
 }
 
 impl Tiling {
-    /// A guess: blocks of indices take 3 us, one after the other, and a unit has four groups at a time.
+    /// An estimate of the time: a block of indices takes 3 us, and a compute unit runs four groups at a time.
     fn picoseconds(&self, job: &ScatterJob) -> usize {
         let rounds = (self.tiles * self.parts).div_ceil(4 * job.units());
         rounds.saturating_mul((job.count * self.side).div_ceil(PER * job.group)).saturating_mul(3_000_000)
@@ -104,7 +107,7 @@ impl Tiling {
 }
 
 impl ScatterJob<'_> {
-    /// A launch of the kernel of that name over so many groups. `numbers` tell it from others with other `defines`.
+    /// A launch of the kernel of this name over so many groups. `numbers` are the part of its key that stands for `defines`.
     fn kernel_launch(
         &self,
         entry: &'static str,
@@ -122,7 +125,7 @@ impl ScatterJob<'_> {
         Ok(KernelLaunch::new(kernel, groups * self.group, self.group))
     }
 
-    /// The first arguments of both kernels; source and target begin at multiples of `unit` elements.
+    /// Adds the first arguments of both kernels, with the offsets of source and target in units of `unit` elements.
     fn tensors(&self, launch: &mut KernelLaunch, unit: usize) {
         launch.tensor_from(0, skip(&self.g.x_layout, self.g.x), unit);
         launch.tensor_from(1, skip(&self.g.index_layout, self.g.index), 1);
@@ -135,12 +138,13 @@ impl ScatterJob<'_> {
         self.device.info().compute_units.max(1)
     }
 
-    /// Where one index serves neighbours in memory, and looking for the indices is no more work than so many picoseconds.
+    /// The plan that writes contiguous elements with one index as rows; none where there are no such rows, or where reading all indices
+    /// in every group takes more than so many picoseconds.
     fn rows(&self, most: usize) -> Result<Option<LaunchPlan>> {
         let (g, units) = (self.g, self.units());
         let mut strided = StridedDims::new(&self.shape, [&self.strides[0][..], &self.strides[2]]);
         let one = self.strides[1].iter().all(|&s| s == 0) && strided.strides.iter().all(|s| s.last() == Some(&1));
-        if !one || strided.dims.last().is_some_and(|&n| n < NARROW) {
+        if !one || strided.dims.last().is_some_and(|&n| n < MIN_ROW) {
             return Ok(None);
         }
         let starts = [self.steps[0], g.step, g.x_layout.offset as isize, self.layout.offset as isize];
@@ -148,11 +152,11 @@ impl ScatterJob<'_> {
         let unit = in_units(&mut strided, &[0, 1], WIDEST / size, &starts);
         let (columns, rank) = (self.shape.numel() / unit, strided.dims.len().max(1));
         let lanes = columns.next_power_of_two().min(self.group);
-        // Groups for all units: of many destinations, else of some columns.
+        // The destination rows, and if these are few also the columns, are divided until all compute units have groups.
         let span = (g.size / (4 * units)).clamp(1, SPAN);
         let parts = g.size.div_ceil(span);
         let slabs = columns.div_ceil(lanes).min((2 * units).div_ceil(parts));
-        // Each group reads all indices, from a cache: 2 ps an index.
+        // Each group reads all indices from the cache, in 2 ps each.
         if (parts * slabs).saturating_mul(2 * self.count) > most {
             return Ok(None);
         }
@@ -173,22 +177,22 @@ impl ScatterJob<'_> {
     fn tiling(&self) -> Tiling {
         let (size, info) = (self.g.size, self.device.info());
         let strided = StridedDims::new(&self.shape, self.strides.iter().map(|s| &s[..]));
-        // Neighbours of the source or of the index, where these do not lie along the dim.
+        // Where the source or the index is contiguous across columns, a group reads neighbouring columns together.
         let side_by_side = |k: usize| strided.strides[k].last() == Some(&1) && self.steps[k] != 1;
         let side = if side_by_side(0) || side_by_side(1) { SIDE } else { 1 };
         let tiles = self.shape.numel().div_ceil(side);
-        let room = info.local_memory.saturating_sub(2 * PER * self.group + 64) / (4 + self.target.dtype.size());
-        let most = TAGS.min(1 << room.max(side).ilog2());
-        // What is written to is held in local memory where that is read by few groups, and most of it is written.
+        let capacity = info.local_memory.saturating_sub(2 * PER * self.group + 64) / (4 + self.target.dtype.size());
+        let most = TAGS.min(1 << capacity.max(side).ilog2());
+        // The destination is held in local memory where that takes few parts, and there are indices for much of it.
         let parts = (size * side).div_ceil(most);
-        let held = parts <= HELD && self.count * 4 >= size;
+        let held = parts <= MAX_HELD_PARTS && self.count * 4 >= size;
         let parts = if held { parts } else { (2 * self.units() / tiles).clamp(1, size) };
         let span = size.div_ceil(parts);
         let tags = if held { (span * side).next_power_of_two() } else { most };
         Tiling { strided, side, tiles, parts: size.div_ceil(span), span, tags, held }
     }
 
-    /// Where elements have an index each, or neighbours in memory one each.
+    /// The plan that writes element by element.
     fn tiles(&self, tiling: &Tiling) -> Result<LaunchPlan> {
         let (g, &Tiling { ref strided, side, tiles, parts, span, tags, held }) = (self.g, tiling);
         let (columns, rank) = (self.shape.numel(), strided.dims.len().max(1));

@@ -1,9 +1,9 @@
-//! Selection by order (top-k, k-th value, median) on GPUs, without sorting whole lines: `kernels/select.cl`.
+//! Top-k, k-th value and median on GPUs without sorting lines: `kernels/select.cl`.
 
 use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, flag, group_size, index_type, is_wide, words};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::lines::Lines;
-use crate::backend::problem::select::{Chosen, Nth, with};
+use crate::backend::problem::select::{Nth, Selected, with};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::tensor::Dims;
@@ -14,18 +14,18 @@ const TEMPLATE: &str = include_str!("../../../kernels/select.cl");
 
 /// Shorter lines are sorted, several by one work-group.
 const SHORT: usize = 64;
-/// Elements that a work-item has in registers at a time for the first k.
+/// Elements that a work-item keeps in registers at a time for the first k.
 const PER: usize = 16;
-/// The same for one rank, at most: lines that fit in registers are read once.
+/// The most elements of a work-item for one rank, if a line is read only once and kept in registers.
 const RESIDENT: usize = 32;
 /// Elements of longer lines that a work-item reads at a time for one rank.
 const AHEAD: usize = 8;
-/// The largest k that is selected; for more, lines are sorted.
+/// The largest k; for larger ones lines are sorted.
 const MOST: usize = 512;
 
 /// What is selected from each line.
 enum What {
-    /// The first k in order; a group holds up to `hold` candidates.
+    /// The first k in order, from up to `hold` candidates in local memory.
     First {
         k: usize,
         descending: bool,
@@ -35,19 +35,19 @@ enum What {
 }
 
 /// The first `k` elements of each line of `x` along d; `None` where sorting should be used.
-pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> {
+pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> {
     let device = x.cl_device()?;
     let mut lines = Lines::new(x, d);
     if !serves(device, &lines) || k == 0 || k > MOST {
         return Ok(None);
     }
-    let made = Chosen::empty(x, with(x, d, k))?;
+    let made = Selected::empty(x, with(x, d, k))?;
     // Sorting a hundred candidates takes no longer than sorting fewer.
     let what = What::First { k, descending, hold: (4 * k).next_power_of_two().clamp(128, 2 * MOST) };
     let units = device.info().compute_units.max(1);
     let inner = lines.inner;
-    // Few lines are cut into slices; each gives its first k, and the next launch selects from these.
-    let mut of: Option<Chosen> = None;
+    // Where lines are few they are cut into slices: a launch selects the first k of each slice, and the next one selects from those.
+    let mut of: Option<Selected> = None;
     loop {
         let x = of.as_ref().map_or(x, |of| of.values.as_ref().unwrap_or(x));
         let most = (lines.n / (4 * k)).min(lines.n / (PER * group_size(device)));
@@ -57,7 +57,7 @@ pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
             launch(device, &what, x, from, &lines, inner, 1, &made)?;
             return Ok(Some(made));
         }
-        let part = Chosen::empty(x, Dims::from_slice(&[lines.count, slices * k]))?;
+        let part = Selected::empty(x, Dims::from_slice(&[lines.count, slices * k]))?;
         launch(device, &what, x, from, &lines, 1, slices, &part)?;
         lines = Lines::new(&part.indices, 1);
         of = Some(part);
@@ -65,14 +65,14 @@ pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
 }
 
 /// The element of one rank in ascending order, of each line of `x` along d; `None` where sorting should be used.
-pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> {
+pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>> {
     let device = x.cl_device()?;
     let lines = Lines::new(x, d);
     // One group reads a line several times, which few long lines make too slow.
     if !serves(device, &lines) || (lines.n > 1 << 16 && lines.count < 16) {
         return Ok(None);
     }
-    let made = Chosen::empty(x, with(x, d, 1))?;
+    let made = Selected::empty(x, with(x, d, 1))?;
     launch(device, &What::Nth(nth), x, None, &lines, lines.inner, 1, &made)?;
     Ok(Some(made))
 }
@@ -81,7 +81,7 @@ fn serves(device: &ClDevice, lines: &Lines) -> bool {
     device.info().kind != DeviceKind::Cpu && group_size(device) >= 64 && lines.n >= SHORT && lines.count > 0
 }
 
-/// `from`: the indices of the elements of `x`, where these are not their positions in the line.
+/// Launches the selection. `from` has the indices of the elements of `x`, where these are not their positions in the line.
 #[expect(clippy::too_many_arguments, reason = "what a launch is made of")]
 fn launch(
     device: &'static ClDevice,
@@ -91,7 +91,7 @@ fn launch(
     lines: &Lines,
     inner: usize,
     slices: usize,
-    to: &Chosen,
+    to: &Selected,
 ) -> Result<()> {
     let n = lines.n;
     let share = n.div_ceil(slices);
@@ -125,7 +125,7 @@ fn launch(
             "{}#define INDEX_TYPE {}\n#define NK {}\n#define IDX {}\n#define GROUP {group}\n#define PER {per}\n#define CAP {cap}\n\
              {}{}{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
             crate::backend::opencl::sort::keys_of(x.dtype, descending),
-            if index_dtype == DType::U32 { "uint" } else { "ulong" },
+            index_type(index_dtype == DType::I64),
             lines.rank(),
             index_type(wide),
             flag(top, "TOP"),

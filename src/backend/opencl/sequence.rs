@@ -9,17 +9,17 @@ use crate::{DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
 
-/// Elements of a work-item on GPUs.
+/// Elements that a work-item of a GPU computes.
 const PER_ITEM: usize = 8;
 
-/// Writes all of a new vector, where the device has the doubles that this may take.
+/// Writes the sequence to a new vector; declines where that needs doubles, which the device does not have.
 pub(crate) fn run(values: Sequence, out: &Tensor) -> Result<bool> {
     let (device, count) = (out.cl_device()?, out.numel());
     let float = matches!(values, Sequence::Float { .. });
     if (out.dtype == DType::F64 || float) && !device.info().fp64 {
         return Ok(false);
     }
-    // Compilers for processors vectorise across work-items.
+    // Compilers for processors vectorise across work-items, not within one.
     let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { PER_ITEM };
     let params = [out.dtype as u64, float.into(), per_item as u64];
     let kernel = kernel(device, KernelKey::new("sequence", &params), "sequence", || {
@@ -60,7 +60,7 @@ mod tests {
                             Tensor::arange(-0.3, n as f64 * 0.0999 - 0.3, 0.1, (dtype, device))?,
                         ];
                         for (start, step) in whole {
-                            // As many as fit below the greatest number.
+                            // Saturated at the largest i64.
                             let end = Scalar::Int(start.saturating_add(step.saturating_mul(n as i64)));
                             made.push(Tensor::arange(start, end, step, (dtype, device))?);
                         }
@@ -75,7 +75,7 @@ mod tests {
         }
     }
 
-    /// One launch, and nothing of the values comes from the host.
+    /// A sequence is computed on the device, in one launch.
     #[test]
     fn a_sequence_is_one_launch() {
         for device in (0..opencl::count()).map(Device::OpenCL) {

@@ -1,8 +1,8 @@
-//! Softmax and its kin on OpenCL: `kernels/softmax.cl`.
+//! Softmax, log-softmax, logsumexp and their gradients on OpenCL: `kernels/softmax.cl`.
 
 use crate::backend::opencl::geometry::{
-    LOCAL, ROW_BLOCKS, STRIDED_DIMS, flag, free_group, group_size, groups_kept, index_type, is_wide, lanes, row_slices,
-    vector_defines, vector_width, words,
+    LOCAL, ROW_BLOCKS, STRIDED_DIMS, flag, free_group, group_size, groups_kept, index_type, is_wide, lanes,
+    largest_group, row_slices, vector_defines, vector_width, words,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
@@ -26,15 +26,15 @@ pub(crate) fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> Stri
     )
 }
 
-/// Values that a work-item keeps of a row in registers, at most.
+/// The most registers in which a work-item keeps values of a row.
 const KEPT: usize = 64;
 
-/// Work-items that share a row of f32, at most: as many as FOLD combines.
-const LONGEST: usize = 1024;
-/// Values of f32 that a group keeps, at most: half of the registers that NVIDIA's units have.
+/// The most work-items that share a row of f32, which is as many as FOLD combines.
+const MAX_LANES: usize = 1024;
+/// The most registers in which a group keeps values: half of those of an NVIDIA compute unit.
 const REGISTERS: usize = 32 << 10;
 
-/// How the rows are spread over a GPU.
+/// How the rows are distributed over a GPU.
 struct Schedule {
     by_column: bool,
     /// Elements that a work-item loads at once.
@@ -43,7 +43,8 @@ struct Schedule {
     lanes: usize,
     /// Work-items of a group.
     group: usize,
-    /// Groups of `width` elements that each of them keeps; 0 where rows are too long for that, and cut in slices or read several times.
+    /// Vectors of `width` elements that each of them keeps in registers; 0 where rows are too long for that, and are cut into slices or
+    /// read several times.
     kept: usize,
 }
 
@@ -51,12 +52,12 @@ impl Schedule {
     fn choose(device: &ClDevice, kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) -> Schedule {
         let (count, n) = (rows.count(), rows.n);
         let (units, most) = (device.info().compute_units.max(1), group_size(device));
-        let largest = 1 << device.info().max_work_group.max(1).ilog2();
-        // Neighbouring rows are read together where they lie closer than the elements of one.
+        let largest = largest_group(device);
+        // Neighbouring rows are read together where they are closer in memory than neighbouring elements of one row.
         let across = rows.strided.strides[0].last().copied().unwrap_or(0).unsigned_abs();
         let by_column = count > 1 && n > 1 && across != 0 && across < rows.steps[0].unsigned_abs();
         let columns = rows.strided.dims.last().copied().unwrap_or(1);
-        // The result of logsumexp has one element a row, which is not part of this; masks are read one by one.
+        // The operands that are accessed as vectors: not the result of logsumexp, which has one element for each row, and not masks.
         let spans = match kind {
             RowOp::LogSumExp => &[0usize][..],
             RowOp::MaskedSoftmax => &[0, 1],
@@ -68,15 +69,15 @@ impl Schedule {
             steps.chain([tensors[k].layout.offset as isize, n as isize])
         });
         let width = if in_rows { vector_width(device, tensors[0].dtype, starts) } else { 1 };
-        // Registers that an element takes.
+        // The 32-bit registers of an element.
         let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
         let each = if two { 2 } else { 1 } * (tensors[0].dtype.compute().dtype().size() / 4);
         let lanes = match by_column {
             true => lanes(most, true, n, columns, |columns_at_once| count.div_ceil(columns_at_once) >= 2 * units),
-            // Four loads a lane: fewer leave the memory idle, more are many registers. Long rows take eight before they
-            // take the largest groups.
+            // Four loads for each work-item: fewer do not saturate the memory, more need many registers. Long rows take eight loads
+            // before they take the largest groups.
             false if width > 1 => {
-                let most = (if n * each <= LONGEST * 16 { LONGEST / 2 } else { LONGEST }) / each;
+                let most = (if n * each <= MAX_LANES * 16 { MAX_LANES / 2 } else { MAX_LANES }) / each;
                 n.div_ceil(4 * width).next_power_of_two().max(4).min(most).min(largest)
             }
             false => n.div_ceil(16).next_power_of_two().max(32).min(n.next_power_of_two()).min(most),
@@ -92,7 +93,7 @@ impl Schedule {
         }
     }
 
-    /// Rows that are read several times instead of kept.
+    /// The schedule for rows that are read several times instead of kept in registers.
     fn read_again(self, device: &ClDevice) -> Schedule {
         let group = group_size(device);
         Schedule { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }
@@ -110,7 +111,7 @@ impl Schedule {
     }
 }
 
-/// As the kernels know it.
+/// The macro that selects the operation in the kernels.
 fn name(kind: RowOp) -> &'static str {
     match kind {
         RowOp::Softmax | RowOp::MaskedSoftmax => "SOFTMAX",
@@ -130,7 +131,7 @@ pub(crate) fn run(softmax: &Softmax) -> Result<()> {
     launch_cache::launch(&key, Params::default(), || prepare(kind, tensors, &softmax.rows())).map(drop)
 }
 
-/// Tensors of the launch are these three.
+/// The launch plan for these tensors: input, result and second operand.
 pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) -> Result<LaunchPlan> {
     let [x, _, z] = tensors;
     let device = x.cl_device()?;
@@ -150,7 +151,7 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) ->
             false => (count.div_ceil(schedule.group / schedule.lanes) * schedule.group, schedule.group),
         };
         let wide = is_wide([n, global]);
-        // What `defines` below compiles in.
+        // The constants of `Schedule::defines`.
         let spread =
             (schedule.kept << 32 | schedule.width << 24 | schedule.lanes << 1) as u64 | u64::from(schedule.by_column);
         let spread = if schedule.kept > 0 { spread } else { 0 };
@@ -168,7 +169,7 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) ->
         Ok::<_, Error>((kernel, global, local))
     };
     let made = build(&schedule)?;
-    // How many registers a kernel takes is the compiler's to say.
+    // The compiler may use so many registers that groups of this size cannot run: then rows are read several times instead.
     let (schedule, (kernel, global, local)) = if made.2 <= made.0.max_work_group() {
         (schedule, made)
     } else {
@@ -186,7 +187,7 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) ->
     Ok(LaunchPlan::one(device, launch))
 }
 
-/// Rows that are cut in slices of blocks, which go through registers: one launch sees all of them, another writes.
+/// The launch plan for rows that are cut into slices of several blocks: one launch reduces each slice, another writes the results.
 fn in_slices(
     device: &'static ClDevice,
     kind: RowOp,
@@ -214,7 +215,7 @@ fn in_slices(
         launch.words(words(&rows.strided));
         launch.args([Arg::U64(n as u64)]);
         launch.args(rows.steps.map(|s| Arg::I64(s as i64)));
-        // Two numbers are an element of the scratch memory.
+        // An element of the scratch memory is a pair of numbers.
         launch.tensor_from(3, 0, 2);
         launch.args([Arg::U32(slices as u32), Arg::U64(chunk as u64)]);
         Ok::<_, Error>(launch)

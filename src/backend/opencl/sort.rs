@@ -1,4 +1,5 @@
-//! Sorting on OpenCL: `kernels/sort.cl`. Blocks are sorted, then merged pairwise, a launch each time; long lines get a radix sort by bytes.
+//! Sorting on OpenCL: `kernels/sort.cl`. Blocks are sorted and then merged pairwise, with one launch for each round of merges. Long
+//! lines are sorted by a radix sort with 8-bit digits.
 
 use crate::backend::opencl::geometry::{
     LOCAL, STRIDED_DIMS, arguments, bits_type, declarable_local_memory, flag, group_of, group_size, index_type,
@@ -17,14 +18,15 @@ use crate::{Compute, DType, Result, Tensor};
 const KEYS: &str = include_str!("../../../kernels/key.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
 
-/// Elements that a processor's work-item sorts by itself. A power of four: after an even number of passes they are in the first buffer.
+/// Elements that a work-item of a processor sorts. A power of four, so that after an even number of passes they are in the first buffer.
 const SERIAL: usize = 1 << 12;
-/// Elements that a group sorts in local memory by comparisons, where indices have 32 bits; with keys of 64 bits they take 12 KiB.
+/// Elements that a group sorts in local memory by comparisons; with 64-bit keys and 32-bit indices they take 12 KiB.
 const TILE: usize = 1 << 10;
 
-/// The most tiles of a line that are merged; the radix sort by bytes is faster for longer lines.
-const MERGED: usize = 4;
+/// The most tiles of a line that are merged: the radix sort is faster for longer lines.
+const MAX_MERGED: usize = 4;
 
+/// The kernel of a launch: sort blocks, merge two runs, or count and scatter the digits of a radix sort.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Blocks,
@@ -33,23 +35,23 @@ enum Stage {
     Scatter,
 }
 
-/// Keys, and the indices of their elements in the line.
+/// A buffer of keys, and one of the indices of their elements in the line.
 struct Runs {
     keys: Tensor,
     at: Tensor,
 }
 
-/// One launch: its stage and its buffers.
+/// The stage of a launch and its buffers.
 #[derive(Clone, Copy)]
 struct Step<'a> {
     stage: Stage,
-    /// Whether it reads the elements of the tensor.
+    /// Whether it reads the input tensor.
     first: bool,
-    /// Whether it writes the results.
+    /// Whether it writes the final results.
     last: bool,
     runs: Option<&'a [Runs; 2]>,
     counts: Option<&'a Tensor>,
-    /// The length of the runs that are merged, or the lowest bit of the byte that is sorted by.
+    /// The length of the runs that are merged, or the lowest bit of the digit.
     number: usize,
 }
 
@@ -61,7 +63,7 @@ struct SortLaunches<'a> {
     lines: &'a Lines,
     block: usize,
     tile: usize,
-    /// Whether tiles get a radix sort.
+    /// Whether tiles are sorted by a radix sort.
     radix: bool,
     group: usize,
     /// The dtype of indices between launches.
@@ -89,10 +91,10 @@ pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indic
     if whole && !cpu {
         return job.launch(device, step);
     }
-    if radix && n > MERGED * tile {
-        return job.by_bytes(device);
+    if radix && n > MAX_MERGED * tile {
+        return job.radix_sort(device);
     }
-    // A processor's blocks need the buffers even where a block is a whole line.
+    // On a processor sorting a block needs the buffers, even if the block is a whole line.
     let mut runs = job.runs()?;
     job.launch(device, Step { runs: Some(&runs), ..step })?;
     step.number = block;
@@ -113,8 +115,8 @@ impl SortLaunches<'_> {
         Ok([one()?, one()?])
     }
 
-    /// Radix sort by bytes, the lowest first: count, running sum and scatter for each.
-    fn by_bytes(&self, device: &'static ClDevice) -> Result<()> {
+    /// A least-significant-digit radix sort with 8-bit digits: histogram, prefix sum and scatter for each digit.
+    fn radix_sort(&self, device: &'static ClDevice) -> Result<()> {
         let counted = [self.lines.count, 256 * self.lines.n.div_ceil(self.tile)];
         let empty = || Tensor::empty_like_shape(&counted[..], self.index_dtype, self.x.device());
         let (counts, sums) = (&empty()?, &empty()?);
@@ -162,7 +164,7 @@ impl SortLaunches<'_> {
         let kernel = kernel(device, KernelKey::new(name, &params), name, || self.source(step, wide))?;
         let words = words(&lines.strided);
         let (x, y, indices) = (self.x.device_view()?, self.values.device_view()?, self.indices.device_view()?);
-        // `indices` fills the arguments that a launch does not use.
+        // `indices` is passed for the arguments that a launch does not use.
         let [from, to] = match step.runs {
             Some(runs) => runs.each_ref().map(|r| [&r.keys, &r.at]),
             None => [[self.indices; 2]; 2],
@@ -200,7 +202,7 @@ impl SortLaunches<'_> {
             bits[0],
             bits[1],
             keys_of(self.x.dtype, self.descending),
-            if self.index_dtype == DType::U32 { "uint" } else { "ulong" },
+            index_type(self.index_dtype == DType::I64),
             self.lines.rank(),
             index_type(wide),
             self.block,
@@ -212,7 +214,7 @@ impl SortLaunches<'_> {
     }
 }
 
-/// Elements of the largest block that a group can sort by digits in local memory.
+/// The elements of the largest tile that a group can sort by radix in local memory.
 fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
     let (group, key) = (group_size(device), if short(dtype) { 4 } else { 8 });
     let capacity = declarable_local_memory(device);
@@ -222,7 +224,8 @@ fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
         .unwrap_or(0)
 }
 
-/// The range of bits in which keys of a dtype differ, in multiples of four. Halves are widened: their lowest bits only repeat the sign.
+/// The range of bits in which keys of a dtype differ, in multiples of four. f16 and bf16 are widened to 32 bits, whose lowest bits only
+/// repeat the sign.
 fn digits(dtype: DType) -> [usize; 2] {
     match dtype {
         DType::F16 => [12, 32],
@@ -251,7 +254,8 @@ pub(crate) fn keys_of(dtype: DType, descending: bool) -> String {
     )
 }
 
-/// Binary search of each value of `v` in its line of `x`, whose layout is broadcast over the values' shape; `step` is the stride in a line.
+/// Binary search of each value of `v` in its line of `x`. `lines` is the layout of the lines broadcast to the values' shape, and `step`
+/// the stride along a line.
 pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
     let device = out.cl_device()?;
     let strided = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
@@ -268,7 +272,7 @@ pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right:
     })?;
     let words = words(&strided);
     let n = x.shape().dims().last().copied().unwrap_or(1);
-    // An empty tensor has no buffer, and is not read.
+    // An empty tensor has no buffer and is not read, so that another one can stand in for it.
     let (x, v, y) = (if n == 0 { out } else { x }.device_view()?, v.device_view()?, out.device_view()?);
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let others = [words, Arg::U64(count as u64), Arg::U64(n as u64), Arg::I64(step as i64)];

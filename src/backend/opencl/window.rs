@@ -1,6 +1,8 @@
-//! Windows on OpenCL: `kernels/window.cl`.
+//! Pooling, unfold (im2col) and fold (col2im) on OpenCL: `kernels/window.cl`.
 
 use std::sync::Arc;
+
+use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
     NEIGHBOURS, STRIDED_DIMS, arguments, bits_type, flag, index_type, is_wide, launch_free, types, vector_defines,
@@ -17,19 +19,19 @@ const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
 /// Work-items that occupy a compute unit.
 const BUSY: usize = 2048;
 
-/// Whether all places in an image, of an element and of a window, and products of them that kernels compute fit in 31 bits.
-pub(crate) fn is_near(w: &Windows) -> bool {
+/// Whether all positions in images and windows, and the products that kernels compute of them, fit in 31 bits.
+pub(crate) fn fits_32_bits(w: &Windows) -> bool {
     let along = |d: usize| {
         let parts = [w.image[d], w.padding[d], w.behind[d], w.dilation[d] * w.kernel[d], w.grid[d] * w.stride[d]];
         let products = if w.adaptive { (w.grid[d] + 1) * (w.image[d] + 1) } else { 0 };
         parts.iter().sum::<usize>().max(products)
     };
-    let places = (w.image[0] * w.image[1]).max(w.grid[0] * w.grid[1]).max(w.kernel[0] * w.kernel[1]);
-    places.max(along(0)).max(along(1)) < 1 << 30
+    let positions = (w.image[0] * w.image[1]).max(w.grid[0] * w.grid[1]).max(w.kernel[0] * w.kernel[1]);
+    positions.max(along(0)).max(along(1)) < 1 << 30
 }
 
-/// The kernel of a task, named by its macro, that computes in `out`'s compute type, and in its order, of windows of `count`
-/// work-items that have `width` neighbouring channels each.
+/// The kernel that the macro `name` selects, over `count` work-items with `width` neighbouring channels each. It computes in `out`'s
+/// compute type and memory format.
 pub(crate) fn computing(
     device: &'static ClDevice,
     name: &'static str,
@@ -37,10 +39,12 @@ pub(crate) fn computing(
     w: &Windows,
     (count, width): (usize, usize),
 ) -> Result<Arc<ClKernel>> {
-    let (adaptive, wide, near, last) = (w.adaptive, is_wide([count]), is_near(w), !out.is_contiguous());
-    let params = [out.dtype as u64, adaptive as u64, wide as u64, near as u64, last as u64, width as u64];
+    let (wide, narrow, channels_last) = (is_wide([count]), fits_32_bits(w), !out.is_contiguous());
+    let flags = [w.adaptive, wide, narrow, channels_last].map(u64::from);
+    let params: SmallVec<[u64; 8]> = [out.dtype as u64, width as u64].into_iter().chain(flags).collect();
     kernel(device, KernelKey::new(name, &params), "window", || {
-        let switches = flag(adaptive, "ADAPTIVE") + &flag(last, "LAST") + if near { "#define INT int\n" } else { "" };
+        let int = if narrow { "#define INT int\n" } else { "" };
+        let switches = flag(w.adaptive, "ADAPTIVE") + &flag(channels_last, "LAST") + int;
         let neighbours = matches!(name, "MAX" | "UNMAX" | "MEAN" | "UNMEAN");
         let neighbours = if neighbours { vector_defines(out.dtype, width) + NEIGHBOURS } else { String::new() };
         format!("#define {name}\n{}{switches}{STRIDED_DIMS}{neighbours}{TEMPLATE}", types(out.dtype, wide))
@@ -50,7 +54,7 @@ pub(crate) fn computing(
 pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
     let device = out.cl_device()?;
     let (count, size) = (out.numel() / (w.kernel[0] * w.kernel[1]), out.dtype.size());
-    // A row of taps a work-item where there are few windows.
+    // Where there are few windows a work-item copies one row of a window, else all of it.
     let each = if count < device.info().compute_units * BUSY { 1 } else { w.kernel[0] };
     let items = count * w.kernel[0].div_ceil(each);
     let wide = is_wide([items]);
@@ -76,7 +80,7 @@ pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     launch_free(device, &kernel, &args, count)
 }
 
-/// Neighbouring channels of a work-item: as many as GPUs load at once where channels lie innermost.
+/// The neighbouring channels of a work-item: a vector on GPUs where channels are contiguous, else one.
 fn width(device: &ClDevice, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> usize {
     let [strides, channels] = [x.strides(), &[out.shape().dims()[1] as isize]];
     if out.is_contiguous() || strides[1] != 1 || !out.dtype.is_float() {
@@ -85,7 +89,7 @@ fn width(device: &ClDevice, task: Task, x: &Tensor, index: &Tensor, out: &Tensor
     let offsets = [x, out].map(|t| t.layout.offset as isize);
     let starts = [strides[0], strides[2], strides[3]].into_iter().chain(offsets).chain(channels.iter().copied());
     // Two indices are loaded at once.
-    match matches!(task, Task::Max | Task::Unmax) && !index.layout.offset.is_multiple_of(2) {
+    match matches!(task, Task::Max | Task::MaxBackward) && !index.layout.offset.is_multiple_of(2) {
         true => 1,
         false => vector_width(device, out.dtype, starts),
     }
@@ -100,18 +104,18 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
     let count = out.numel() / width;
     let name = match task {
         Task::Max => "MAX",
-        Task::Unmax => "UNMAX",
+        Task::MaxBackward => "UNMAX",
         Task::Mean(_) => "MEAN",
-        Task::Unmean(_) => "UNMEAN",
+        Task::MeanBackward(_) => "UNMEAN",
     };
     let kernel = computing(device, name, out, w, (count, width))?;
     let words = words(w, x, x.strides());
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
-    let (from, to, place) = (x.device_view()?, out.device_view()?, index.device_view()?);
+    let (from, to, indices) = (x.device_view()?, out.device_view()?, index.device_view()?);
     let number = Arg::U64(count as u64);
     let args = match task {
-        Task::Max | Task::Unmax => arguments(&[&from, &to, &place], [words, number]),
-        Task::Mean(divisor) | Task::Unmean(divisor) => {
+        Task::Max | Task::MaxBackward => arguments(&[&from, &to, &indices], [words, number]),
+        Task::Mean(divisor) | Task::MeanBackward(divisor) => {
             arguments(&[&from, &to], [words, number, Arg::I64(divisor.code())])
         }
     };

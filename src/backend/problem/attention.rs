@@ -1,4 +1,4 @@
-//! Scaled dot-product attention: in one kernel, or by blocks of queries.
+//! Scaled dot-product attention: in one kernel, or in blocks of queries.
 
 use crate::Tensor;
 use crate::expr::philox::Seed;
@@ -12,28 +12,29 @@ pub(crate) struct FusedAttention<'a> {
     pub(crate) q: &'a Tensor,
     pub(crate) k: &'a Tensor,
     pub(crate) v: &'a Tensor,
-    /// `[batch.., heads, L, S]`: a key takes part where a bool is true, floats are added.
+    /// `[batch.., heads, L, S]`: bools say which keys a query attends to, floats are added to the scores.
     pub(crate) mask: Option<&'a Tensor>,
     /// Whether query i attends to keys 0 to i only.
     pub(crate) causal: bool,
     pub(crate) scale: f64,
-    /// The probability and the seed of `dropout` of the weights.
+    /// The probability and the seed of the dropout of attention weights.
     pub(crate) dropout: Option<(f64, Seed)>,
 }
 
-/// The inputs of backward: the result, the log-sum-exp of each row of scores, and the result's gradient.
+/// What backward needs besides the inputs of forward.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Attended<'a> {
-    /// `[batch.., heads, L, V]`.
+pub(crate) struct AttentionBackward<'a> {
+    /// The result of forward, `[batch.., heads, L, V]`.
     pub(crate) out: &'a Tensor,
-    /// `[batch.., heads, L]`, contiguous, in the compute type; -inf for a query that attends to no key, NaN where weights are NaN.
+    /// The log-sum-exp of each row of scores, `[batch.., heads, L]`, contiguous, in the compute type; -inf for a query that attends
+    /// to no key, NaN where weights are NaN.
     pub(crate) logsumexp: &'a Tensor,
     /// The result's gradient, shaped as `out`.
     pub(crate) grad: &'a Tensor,
 }
 
 impl FusedAttention<'_> {
-    /// `[batch.., heads, L, S]`.
+    /// The shape of the scores, `[batch.., heads, L, S]`.
     pub(crate) fn scores(&self) -> Shape {
         let (q, k) = (self.q.shape().dims(), self.k.shape().dims());
         q[..q.len() - 1].iter().chain(&k[k.len() - 2..k.len() - 1]).copied().collect()
@@ -51,23 +52,23 @@ impl FusedAttention<'_> {
     }
 }
 
-/// How a device cuts attention into blocks of queries.
+/// How a device divides attention into blocks of queries.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Blocking {
-    /// The most bytes of scores that are computed at once, and kept for backward.
-    pub(crate) whole: usize,
+    /// Scores of at most this many bytes are computed without blocks, and saved for backward.
+    pub(crate) unblocked_bytes: usize,
     /// The approximate bytes of a block's scores.
-    pub(crate) block: usize,
-    /// The fewest queries of a block: each block's products pack all keys and values again.
-    pub(crate) queries: usize,
+    pub(crate) block_bytes: usize,
+    /// The fewest queries of a block, because the products of each block pack all keys and values again.
+    pub(crate) min_queries: usize,
 }
 
 impl Blocking {
-    /// Scores of at most this many bytes are always computed at once.
-    pub(crate) const FEW: usize = 4 << 20;
+    /// The least [`unblocked_bytes`](Self::unblocked_bytes) of any device.
+    pub(crate) const MIN_UNBLOCKED_BYTES: usize = 4 << 20;
 
     /// A 32nd of the device's memory, in bytes.
     pub(crate) fn share(memory: usize) -> usize {
-        (memory / 32).max(Blocking::FEW)
+        (memory / 32).max(Blocking::MIN_UNBLOCKED_BYTES)
     }
 }

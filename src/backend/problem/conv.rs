@@ -1,22 +1,23 @@
-//! Convolutions without columns in memory.
+//! Convolutions that do not store the im2col matrix.
 
 use crate::{Result, Tensor};
 
-/// A way to make images `[N, C, image]`, windows `[N, O, grid]` and a weight `[O, C / groups, kernel]` of one another in one launch.
+/// Kernels that compute a convolution, its transpose and the gradient of its weight in one launch each. Images are the input
+/// `[N, C, image]`, windows the output `[N, O, grid]`, and the weight is `[O, C / groups, kernel]`.
 pub(crate) trait Convolution: Send + Sync {
     /// The convolution of images.
     fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
     /// The transposed convolution of windows.
     fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
-    /// Whether [`images`](Self::images) may be called, with a bias or without: otherwise they are better made of columns.
+    /// Whether [`images`](Self::images) may be called, with a bias or without. Otherwise im2col and a product are faster.
     fn makes_images(&self, _biased: bool) -> bool {
         true
     }
-    /// Whether the gradient of the weight can be written to this memory of its shape.
+    /// Whether the gradient of the weight can be written to this tensor of its shape.
     fn fills(&self, slot: &Tensor) -> bool {
         slot.is_contiguous()
     }
-    /// The gradient of the weight from images and the gradient of windows, or the other way round; in `slot`, which it
-    /// [`fills`](Self::fills), where it is given.
+    /// The gradient of the weight from images and the gradient of windows, or for the transposed convolution the gradient of images
+    /// and windows. It is written to `slot`, where one is given and [`fills`](Self::fills) says so.
     fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor>;
 }

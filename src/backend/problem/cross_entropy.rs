@@ -2,10 +2,10 @@
 
 use crate::{DType, Result, Tensor};
 
-/// What becomes of the losses of single rows.
+/// How the losses of the rows are reduced (PyTorch's `reduction`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum LossReduction {
-    /// Their mean, over those that count.
+    /// Their mean, over the rows that are not ignored.
     #[default]
     Mean,
     /// Their sum.
@@ -31,7 +31,7 @@ pub enum LossReduction {
 pub struct CrossEntropy<'a> {
     /// Mean, sum, mean over the batch, or none.
     pub reduction: LossReduction,
-    /// Rows with this label have loss and gradient 0 and do not count in the mean; -100, as in PyTorch.
+    /// Rows with this label have loss and gradient 0 and are left out of the mean; -100 by default, as in PyTorch.
     pub ignore_index: i64,
     /// The part of each label's probability that is spread evenly over all classes, in `0..=1`.
     pub label_smoothing: f64,
@@ -50,10 +50,10 @@ pub(crate) struct LabelEntropy<'a> {
     pub(crate) logits: &'a Tensor,
     pub(crate) labels: &'a Tensor,
     pub(crate) options: CrossEntropy<'a>,
-    /// Of the losses.
+    /// The dtype of the losses.
     pub(crate) dtype: DType,
-    /// Where the gradient of the logits goes.
+    /// The tensor that the gradient of the logits is written to.
     pub(crate) grad: Option<&'a Tensor>,
-    /// Counts the labels that are not ignored, on the device.
+    /// Counts on the device the labels that are not ignored.
     pub(crate) count: &'a dyn Fn() -> Result<Tensor>,
 }

@@ -1,4 +1,4 @@
-//! Matrix products with an epilogue, and their plan as loops.
+//! Matrix products with an epilogue, and the loops that compute them.
 
 use std::sync::LazyLock;
 
@@ -10,28 +10,27 @@ use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 use crate::{DType, Scalar, Tensor};
 
-/// One product, not recorded by autograd.
+/// One product, which autograd does not record.
 pub(crate) struct Gemm<'a> {
     pub(crate) op: &'static str,
-    /// `[.., m, k]` and `[.., k, n]`; the dimensions before are broadcast together.
+    /// `[.., m, k]` and `[.., k, n]`; the batch dimensions are broadcast.
     pub(crate) a: &'a Tensor,
     pub(crate) b: &'a Tensor,
-    /// One expression a result, over the product and then `extras`; computed in the type the product is summed in: f32
-    /// for the floats up to f32, f64, or i64.
+    /// One expression for each result, over the product and `extras`. It is computed in the type in which the product is summed:
+    /// f32 for floats up to f32, f64, or i64.
     pub(crate) epilogue: &'a [Expr],
     /// Broadcast to the results' shape, `[.., m, n]`.
     pub(crate) extras: &'a [&'a Tensor],
     pub(crate) scalars: &'a [Scalar],
-    /// A preferred destination for the first result, of the results' shape; not used where it shares an operand's storage.
+    /// A tensor for the first result, of the results' shape; it is not used where it shares an operand's storage.
     pub(crate) out: Option<Tensor>,
     /// The dtypes of the results.
     pub(crate) dtypes: &'a [DType],
-    /// The destination for the sums of the rows of `a`, `[m]`, of its dtype; only for matrices without batch dimensions.
+    /// A tensor `[m]` for the sums of the rows of `a`, of its dtype; only for matrices without batch dimensions.
     pub(crate) sums: Option<&'a Tensor>,
 }
 
-/// A matrix as the kernels see it: strides in elements along rows and columns and along each batch dimension of the
-/// plan. Element 0 is the tensor's first.
+/// The strides of a matrix, in elements: from row to row, from column to column, and along each batch dimension of the plan.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct GemmOperand {
     pub(crate) row: isize,
@@ -39,7 +38,7 @@ pub(crate) struct GemmOperand {
     pub(crate) batch: Dims<isize>,
 }
 
-/// The product as loops: `batch` of m x k times k x n.
+/// The loops of a product: for each index of `batch`, an m x k times a k x n matrix.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct GemmPlan {
     pub(crate) batch: Dims,
@@ -48,7 +47,7 @@ pub(crate) struct GemmPlan {
     pub(crate) k: usize,
     pub(crate) a: GemmOperand,
     pub(crate) b: GemmOperand,
-    /// Results, then extras: all of the results' shape.
+    /// The results and then the extras, all broadcast to the results' shape.
     pub(crate) others: SmallVec<[GemmOperand; 4]>,
 }
 
@@ -66,7 +65,7 @@ impl GemmPlan {
         let (b_batch, [b_row, b_col]) = split(&b.strides);
 
         if a_batch.iter().all(|&s| s == 0) && b_batch.iter().any(|&s| s != 0) {
-            // The left matrix is shared: the same product transposed shares the right one.
+            // The left matrix is shared by the batch. The transposed product shares the right one instead, which is handled below.
             let flip = |t: &Layout| t.transpose(t.shape.rank() - 2, t.shape.rank() - 1);
             let others: SmallVec<[Layout; 4]> = others.iter().map(|t| flip(t)).collect();
             let others: SmallVec<[&Layout; 4]> = others.iter().collect();
@@ -74,7 +73,7 @@ impl GemmPlan {
             return GemmPlan::new(&flip(&b), &flip(&a), &shape, &others).transposed();
         }
 
-        // Where the right matrix is shared, batch dimensions and rows are collapsed together; the last that remains becomes the rows.
+        // Where the batch shares the right matrix, batch dimensions and rows are collapsed together: the last one becomes the rows.
         let shared = b_batch.iter().all(|&s| s == 0);
         let outer = |t: &Layout| -> Dims<isize> {
             let (batch, [row, _]) = split(&t.strides);
@@ -112,7 +111,7 @@ impl GemmPlan {
         }
     }
 
-    /// The same product as the transpose of `b' a'`.
+    /// The transposed product, `b' a'`.
     pub(crate) fn transposed(self) -> GemmPlan {
         let flip = |t: GemmOperand| GemmOperand { row: t.col, col: t.row, ..t };
         GemmPlan {
@@ -125,24 +124,24 @@ impl GemmPlan {
         }
     }
 
-    /// How many matrices.
+    /// The number of matrices in the batch.
     pub(crate) fn count(&self) -> usize {
         self.batch.iter().product()
     }
 }
 
-/// Batch dimensions and the last two.
+/// The batch dimensions, and the last two.
 fn split<T: Copy>(dims: &[T]) -> (&[T], [T; 2]) {
     let (batch, matrix) = dims.split_at(dims.len() - 2);
     (batch, [matrix[0], matrix[1]])
 }
 
-/// The epilogue of a layer with a bias. Epilogues are made once: making one allocates.
+/// The epilogue of a layer with a bias. Common epilogues are built only once, because building one allocates.
 pub(crate) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
 
 pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
 
-/// A product times the derivative of relu.
+/// The product times the derivative of relu.
 pub(crate) static RELU_GRAD: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
 
 /// The epilogue of the plain product.

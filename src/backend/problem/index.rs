@@ -3,25 +3,25 @@
 use crate::layout::Layout;
 use crate::{Compute, DType, Tensor};
 
-/// Elements read or written through indices. Layouts have one shape, that of these elements.
+/// A gather or scatter along one dim. Both layouts have the shape of the elements that are moved.
 pub(crate) struct Indexed<'a> {
     pub(crate) op: &'static str,
-    /// What is read from, with stride 0 along the indexed dim, or the source that is written.
+    /// The tensor that a gather reads, with stride 0 along the indexed dim in its layout, or the source of a scatter.
     pub(crate) x: &'a Tensor,
     pub(crate) x_layout: Layout,
     pub(crate) index: &'a Tensor,
     pub(crate) index_layout: Layout,
-    /// Size of the indexed dim, and the step along it in the tensor that the index points into.
+    /// The size and stride of the indexed dim in the tensor that the indices refer to.
     pub(crate) size: usize,
     pub(crate) step: isize,
     /// Whether negative indices count from the end.
     pub(crate) wraps: bool,
 }
 
-/// What becomes of an element and what is written to it.
+/// How a scatter combines the old element with the one that is written (PyTorch's `reduce`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Combine {
-    /// The last one written stays.
+    /// The last one written replaces it.
     Set,
     Add,
     Multiply,
@@ -41,7 +41,7 @@ impl Combine {
         }
     }
 
-    /// The function of that name in OpenCL C.
+    /// The function or macro of OpenCL C for it.
     pub(crate) fn cl_name(self, acc: Compute) -> String {
         let (integers, c) = (acc == Compute::I64, acc.cl_name());
         match self {
@@ -55,7 +55,7 @@ impl Combine {
         }
     }
 
-    /// Whether each step would round an element of `dtype`, where only the last should.
+    /// Whether several elements of `dtype` must be combined in f32 and rounded once.
     pub(crate) fn rounds(self, dtype: DType) -> bool {
         matches!(self, Combine::Add | Combine::Multiply) && matches!(dtype, DType::F16 | DType::BF16)
     }

@@ -1,8 +1,9 @@
-//! Which elements each element of a result lies between, in whole numbers: the host and kernels find the same ones.
+//! The source elements of each output element of an interpolation, in integer arithmetic, so that host and kernels agree.
 
 use crate::{Error, Result};
 
-/// Where the elements of a result are along one dim: element o at `(scale * o + shift) / unit`, not below 0.
+/// The source coordinates of outputs along one dim of `from` inputs and `to` outputs: that of output o is
+/// `(scale * o + shift) / unit`, clamped at 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Samples {
     pub(crate) from: usize,
@@ -15,7 +16,7 @@ pub(crate) struct Samples {
 
 impl Samples {
     pub(crate) fn new(op: &'static str, mode: Interpolation, from: usize, to: usize) -> Result<Samples> {
-        // No number below is greater than twice this product.
+        // The numbers below are at most twice this product.
         if (from as u128 + 1) * (to as u128 + 1) > (i64::MAX / 2) as u128 {
             return Err(Error::invalid(op, format!("there is no room for {to} elements in place of {from}")));
         }
@@ -29,34 +30,34 @@ impl Samples {
         Ok(Samples { from, to, scale, shift, unit, linear: matches!(mode, Interpolation::Linear { .. }) })
     }
 
-    /// As many elements, each where it is.
-    pub(crate) fn same(n: usize) -> Samples {
+    /// The identity: output i is input i.
+    pub(crate) fn identity(n: usize) -> Samples {
         Samples { from: n, to: n, scale: 1, shift: 0, unit: 1, linear: false }
     }
 
-    /// Whether all places in units fit in 31 bits.
-    pub(crate) fn is_near(&self) -> bool {
-        // As in `new`.
+    /// Whether all coordinates in units fit in 31 bits.
+    pub(crate) fn fits_32_bits(&self) -> bool {
+        // By the bound in `new`.
         (self.from as u128 + 1) * (self.to as u128 + 1) < 1 << 29
     }
 
-    /// As kernels have it, with the whole elements of a step from one place to the next.
+    /// The words of the kernels' struct; the last one is the integer part of the scale.
     pub(crate) fn words(&self) -> [i64; 6] {
         [self.from as i64, self.to as i64, self.scale, self.shift, self.unit, self.scale / self.unit]
     }
 
-    /// The elements before and after the place of element o, and the second one's share.
-    pub(crate) fn at(&self, o: usize) -> (usize, usize, f64) {
-        let place = (self.scale * o as i64 + self.shift).max(0);
-        let low = (place / self.unit) as usize;
+    /// The source elements before and after the coordinate of output o, and the second one's weight.
+    pub(crate) fn source(&self, o: usize) -> (usize, usize, f64) {
+        let coordinate = (self.scale * o as i64 + self.shift).max(0);
+        let low = (coordinate / self.unit) as usize;
         match self.linear {
-            true => (low, (low + 1).min(self.from - 1), (place % self.unit) as f64 / self.unit as f64),
+            true => (low, (low + 1).min(self.from - 1), (coordinate % self.unit) as f64 / self.unit as f64),
             false => (low, low, 0.0),
         }
     }
 
-    /// The first element of the result whose place is at k or behind it, `to` where there is none.
-    pub(crate) fn first(&self, k: usize) -> usize {
+    /// The first output whose coordinate is at least k; `to` where there is none.
+    pub(crate) fn first_from(&self, k: usize) -> usize {
         match (k, self.scale) {
             (0, _) => 0,
             (_, 0) => self.to,
@@ -67,9 +68,9 @@ impl Samples {
         }
     }
 
-    /// The elements of the result that have a share of element j, from the first to before the last.
-    pub(crate) fn takers(&self, j: usize) -> (usize, usize) {
-        (self.first(if self.linear { j.saturating_sub(1) } else { j }), self.first(j + 1))
+    /// The outputs that read input j: the first one, and the one after the last.
+    pub(crate) fn outputs_of(&self, j: usize) -> (usize, usize) {
+        (self.first_from(if self.linear { j.saturating_sub(1) } else { j }), self.first_from(j + 1))
     }
 }
 
@@ -84,41 +85,41 @@ mod tests {
         Interpolation::Linear { align_corners: true },
     ];
 
-    /// Of every element those that take it, and none besides.
     #[test]
-    fn takers_are_those_that_take() {
+    fn outputs_of_an_input_are_those_that_read_it() {
         for mode in MODES {
             for (from, to) in (1..24).flat_map(|from| (1..24).map(move |to| (from, to))) {
                 let samples = Samples::new("interpolate", mode, from, to).unwrap();
                 for j in 0..from {
-                    let takes = |o: &usize| {
-                        let (low, high, _) = samples.at(*o);
+                    let reads = |o: &usize| {
+                        let (low, high, _) = samples.source(*o);
                         low == j || high == j
                     };
-                    let takers: Vec<usize> = (0..to).filter(takes).collect();
-                    let (first, last) = samples.takers(j);
-                    assert_eq!((first..last).collect::<Vec<_>>(), takers, "{mode:?} {from} {to} {j}");
+                    let outputs: Vec<usize> = (0..to).filter(reads).collect();
+                    let (first, end) = samples.outputs_of(j);
+                    assert_eq!((first..end).collect::<Vec<_>>(), outputs, "{mode:?} {from} {to} {j}");
                 }
             }
         }
     }
 
     #[test]
-    fn places_are_as_defined() {
+    fn coordinates_are_as_defined() {
         for mode in MODES {
             for (from, to) in [(1, 1), (1, 5), (5, 1), (4, 8), (8, 4), (7, 7), (13, 29), (29, 13), (1 << 20, 3)] {
                 let samples = Samples::new("interpolate", mode, from, to).unwrap();
                 for o in (0..to).step_by(to / 40 + 1) {
                     let (n, m, x) = (from as f64, to as f64, o as f64);
-                    let place = match mode {
+                    let coordinate = match mode {
                         Interpolation::Nearest => ((o * from) / to) as f64,
                         Interpolation::NearestExact => (((2 * o + 1) * from) / (2 * to)) as f64,
                         Interpolation::Linear { align_corners: true } => x * (n - 1.0) / (m - 1.0).max(1.0),
                         Interpolation::Linear { align_corners: false } => ((x + 0.5) * n / m - 0.5).max(0.0),
                     };
-                    let (low, high, share) = samples.at(o);
-                    assert!((low as f64 + share - place).abs() < 1e-9 * (1.0 + place), "{mode:?} {from} {to} {o}");
-                    assert!(low < from && (0.0..1.0).contains(&share));
+                    let (low, high, weight) = samples.source(o);
+                    let error = (low as f64 + weight - coordinate).abs();
+                    assert!(error < 1e-9 * (1.0 + coordinate), "{mode:?} {from} {to} {o}");
+                    assert!(low < from && (0.0..1.0).contains(&weight));
                     assert_eq!(high, if samples.linear { (low + 1).min(from - 1) } else { low });
                 }
             }
@@ -127,23 +128,23 @@ mod tests {
     }
 }
 
-/// How [`Tensor::interpolate`](crate::Tensor::interpolate) finds an element between others.
+/// The mode of [`Tensor::interpolate`](crate::Tensor::interpolate).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Interpolation {
-    /// The one before it (PyTorch's `'nearest'`).
+    /// The element at the coordinate rounded down (PyTorch's `'nearest'`).
     Nearest,
-    /// The one whose middle is nearest (PyTorch's `'nearest-exact'`).
+    /// The element whose centre is nearest (PyTorch's `'nearest-exact'`).
     NearestExact,
-    /// Both neighbours in each direction, in proportion (PyTorch's `'linear'`, `'bilinear'` and `'trilinear'`).
+    /// A weighted mean of both neighbours in each dim (PyTorch's `'linear'`, `'bilinear'` and `'trilinear'`).
     Linear {
-        /// Whether the middles of the corners stay where they are, instead of the corners' outer edges.
+        /// Whether the centres of the corner elements are aligned, instead of their outer edges (PyTorch's `align_corners`).
         align_corners: bool,
     },
 }
 
 impl Interpolation {
-    /// PyTorch's word for it, for one dim.
+    /// PyTorch's name of the mode for one dim.
     pub fn name(self) -> &'static str {
         match self {
             Interpolation::Nearest => "nearest",
@@ -157,8 +158,8 @@ impl Interpolation {
     }
 }
 
-/// Rows, columns or both of `[N, C, H, W]` in another number: one launch. Linear, so that its gradient is its transpose, and
-/// the gradient of that is itself again.
+/// Resizes rows, columns or both of `[N, C, H, W]` in one launch. It is a linear map: its gradient is the transposed map, whose
+/// gradient is this map again.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Resize {
     pub(crate) rows: Option<Samples>,

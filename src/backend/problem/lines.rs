@@ -1,24 +1,24 @@
-//! Lines of a tensor along one dim, for operations that see a whole line and give one as long: scans and sorts.
+//! The lines of a tensor along one dim, for operations such as scans and sorts, which work on one line at a time.
 
 use crate::Tensor;
 use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 
-/// Sizes or strides of all dims but d.
+/// The sizes or strides of all dims but d.
 pub(crate) fn without<T: Copy, A: FromIterator<T>>(all: &[T], d: usize) -> A {
     all.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &x)| x).collect()
 }
 
-/// Where the lines of a tensor along a dim lie.
+/// The lines of a tensor along a dim: one for each index of the other dims.
 #[derive(Debug)]
 pub(crate) struct Lines {
-    /// Where each line starts, from the tensor's first element on.
+    /// The other dims, with the strides from the first element of one line to that of the next.
     pub(crate) strided: StridedDims,
     pub(crate) count: usize,
-    /// Elements of a line, and the step from one to the next.
+    /// The elements of a line, and the stride between them.
     pub(crate) n: usize,
     pub(crate) step: isize,
-    /// Elements after the dim: the step along a line of a result.
+    /// The product of the sizes after the dim, which is the stride along a line of a contiguous result.
     pub(crate) inner: usize,
 }
 
@@ -34,8 +34,8 @@ impl Lines {
         }
     }
 
-    /// Whether neighbouring lines lie closer together in memory than the elements of one.
-    pub(crate) fn side_by_side(&self) -> bool {
+    /// Whether neighbouring lines are closer together in memory than neighbouring elements of one line.
+    pub(crate) fn interleaved(&self) -> bool {
         let across = self.strided.strides[0].last().copied().unwrap_or(0).unsigned_abs();
         self.count > 1 && across != 0 && across < self.step.unsigned_abs()
     }

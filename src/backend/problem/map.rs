@@ -27,7 +27,7 @@ pub(crate) struct Launch<'a> {
 pub(crate) struct Params<'a> {
     pub(crate) scalars: &'a [Scalar],
     pub(crate) seeds: &'a [Seed],
-    /// In device memory, what is to be added to every seed: a key and a stream. For graphs, on OpenCL.
+    /// A key and a stream in device memory, which are added to every seed, for the replays of graphs on OpenCL.
     pub(crate) base: Option<&'a Tensor>,
 }
 
@@ -38,8 +38,8 @@ impl<'a> Params<'a> {
     }
 }
 
-/// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; the outputs' without
-/// inputs, or where these are all integers and an output is not.
+/// The type to compute in: the widest compute type of an input, or of an output where all inputs are integers or there are none;
+/// at least f32 where a primitive needs floats.
 pub(crate) fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
     compute_type_of(program, inputs.iter().map(|t| t.dtype), outputs.iter().map(|t| t.dtype))
 }
@@ -63,12 +63,12 @@ pub(crate) fn compute_type_of(
     }
 }
 
-/// Whether an output is a view of an input, too.
+/// Whether an output shares its storage with an input.
 pub(crate) fn in_place<'a>(mut inputs: impl Iterator<Item = &'a Tensor>, outputs: &[&Tensor]) -> bool {
     inputs.any(|t| outputs.iter().any(|out| t.shares_storage(out)))
 }
 
-/// What an operation asks for: `exprs` over `inputs`, broadcast to the shape of the outputs, written to `outputs`.
+/// An elementwise operation: `exprs` over `inputs`, which are broadcast to the shape of the outputs, written to `outputs`.
 pub(crate) struct Formulas<'a> {
     pub(crate) op: &'static str,
     pub(crate) inputs: &'a [&'a Tensor],
@@ -78,9 +78,8 @@ pub(crate) struct Formulas<'a> {
 }
 
 impl Formulas<'_> {
-    /// Checks devices and shapes, and calls `launch` unless there is nothing to compute. Inputs that would change while they
-    /// are read are copied first, which `launch` is told. `by_parts` says that disjoint parts of one storage can be read and
-    /// written at once.
+    /// Checks devices and shapes, and calls `launch` unless the outputs are empty. Inputs that overlap an output are copied first,
+    /// which the second argument of `launch` says. `by_parts` says that disjoint parts of one storage do not count as an overlap.
     pub(crate) fn checked(
         &self,
         program: &Program,
@@ -128,7 +127,7 @@ impl Formulas<'_> {
     }
 }
 
-/// Whether an input is the same view of a storage as the outputs that share it.
+/// Whether an input shares no storage with an output, or is the same view of it, so that it can be overwritten elementwise.
 pub(crate) fn is_clear_of(input: &Tensor, outputs: &[&Tensor]) -> bool {
     let same = |out: &Tensor| input.layout == out.layout && input.dtype == out.dtype;
     outputs.iter().all(|out| !input.shares_storage(out) || same(out))

@@ -20,7 +20,7 @@ pub(crate) mod softmax;
 pub(crate) mod tuning;
 pub(crate) mod windows;
 
-pub(crate) use attention::{Attended, Blocking, FusedAttention};
+pub(crate) use attention::{AttentionBackward, Blocking, FusedAttention};
 pub(crate) use conv::Convolution;
 pub(crate) use cross_entropy::LabelEntropy;
 pub(crate) use gemm::Gemm;
@@ -31,7 +31,7 @@ pub(crate) use norm::{Channels, Normalisation, Views};
 pub(crate) use recording::Recorder;
 pub(crate) use reduction::Reduction;
 pub(crate) use scan::Scan;
-pub(crate) use select::{Chosen, Nth};
+pub(crate) use select::{Nth, Selected};
 pub(crate) use sequence::Sequence;
 pub(crate) use softmax::Softmax;
 pub(crate) use tuning::Tuning;

@@ -3,21 +3,21 @@
 use crate::Tensor;
 use crate::layout::collapse::StridedDims;
 
-/// How an operand is indexed when element `i` of the result is computed.
+/// The index of the element of an operand that element `i` of the result reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OperandKind {
-    /// By `i`.
+    /// `i`.
     Contiguous,
-    /// By `i` modulo the length of a row, which is repeated.
+    /// `i` modulo this length of a contiguous row, which is broadcast.
     RowBroadcast(usize),
-    /// By 0: one element for all.
+    /// 0: one element for all.
     Scalar,
-    /// By the dims and strides.
+    /// It follows from dims and strides.
     Strided,
 }
 
 impl OperandKind {
-    /// Of `t`, broadcast to the shape of `out`. Shapes are not checked: what does not fit is strided.
+    /// The kind of `t` broadcast to the shape of `out`. Shapes that do not broadcast are not an error here, but strided.
     pub(crate) fn of(t: &Tensor, out: &Tensor) -> OperandKind {
         let (dims, all) = (t.shape().dims(), out.shape().dims());
         if t.layout.lies_like(&out.layout, 1) && t.device() == out.device() {
@@ -34,7 +34,7 @@ impl OperandKind {
         }
     }
 
-    /// Of operand `k` of an iteration.
+    /// The kind of operand `k` of an iteration.
     pub(crate) fn of_dims(iteration: &StridedDims, k: usize) -> OperandKind {
         let (dims, strides) = (&iteration.dims, &iteration.strides[k]);
         let outer = strides.iter().take_while(|&&s| s == 0).count();

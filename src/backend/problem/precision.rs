@@ -1,4 +1,4 @@
-//! How exact matrix products of f32 are: [`set_float32_matmul_precision`].
+//! The precision of f32 matrix products: [`set_float32_matmul_precision`].
 
 use std::cell::Cell;
 use std::sync::atomic::AtomicUsize;
@@ -13,16 +13,16 @@ const NAMES: [&str; 3] = ["highest", "high", "medium"];
 static PRECISION: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// What a thread has in its place for a while.
+    /// The precision of [`with_matmul_precision`] on this thread, which takes precedence.
     static SCOPE: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// How exact matrix products of f32 are on devices with tensor cores (PyTorch's `set_float32_matmul_precision`), for the
-/// whole process, from the next operation on:
+/// Sets the precision of f32 matrix products on devices with tensor cores (PyTorch's `set_float32_matmul_precision`), for the
+/// process, from the next operation on:
 ///
-/// - `"highest"`, the default: errors as in f32. Tensor cores are used with each f32 as the sum of three bf16, which is
-///   exact above 2⁻¹⁰²; below, digits under 2⁻¹³³ may be lost.
-/// - `"high"` and `"medium"`: each f32 as the sum of two bf16 (16 bits), for about half the work.
+/// - `"highest"`, the default: the precision of f32. Tensor cores compute with each f32 split into a sum of three bf16, which is
+///   exact for values above 2⁻¹⁰²; of smaller ones, bits below 2⁻¹³³ may be lost.
+/// - `"high"` and `"medium"`: each f32 is split into a sum of two bf16 (16 bits), for about half the work.
 ///
 /// Without tensor cores, for small matrices, and for every other dtype all three are the same.
 ///
@@ -44,7 +44,7 @@ pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
     Ok(())
 }
 
-/// What [`set_float32_matmul_precision`] set last (PyTorch's `get_float32_matmul_precision`), or the
+/// The precision that [`set_float32_matmul_precision`] set last (PyTorch's `get_float32_matmul_precision`), or that of the
 /// [`with_precision`](crate::with_precision) that this thread is in.
 pub fn get_float32_matmul_precision() -> &'static str {
     NAMES[current()]
@@ -55,12 +55,12 @@ fn current() -> usize {
     SCOPE.get().unwrap_or_else(|| PRECISION.load(Relaxed))
 }
 
-/// How many bf16 stand for an f32.
+/// The number of bf16 that an f32 is split into.
 pub(crate) fn planes() -> usize {
     if current() == 0 { 3 } else { 2 }
 }
 
-/// Runs `f` with products of f32 on this thread as `"highest"` or else as `"high"` has them.
+/// Runs `f` with the precision `"highest"` or `"high"` on this thread.
 pub(crate) fn with_matmul_precision<R>(highest: bool, f: impl FnOnce() -> R) -> R {
     struct Restore(Option<usize>);
     impl Drop for Restore {

@@ -1,26 +1,26 @@
-//! Work that is recorded once and submitted again and again.
+//! Commands that are recorded once and replayed many times.
 
 use crate::Result;
 use crate::device::StreamId;
 use crate::device::capture::ReplayMode;
 use crate::storage::Uses;
 
-/// Has what this thread submits to a device recorded, as long as it lives.
+/// Records the commands that this thread submits to a device, until it is dropped.
 pub(crate) trait Recorder {
-    /// What was recorded, of commands that use what is said here.
+    /// Ends the recording; `uses` says which storages its commands use.
     fn finish(self: Box<Self>, uses: Uses) -> Box<dyn Recording>;
 }
 
-/// Recorded commands. The memory that they use is kept by whoever keeps this.
+/// Recorded commands. The caller keeps the memory that they use alive.
 pub(crate) trait Recording: Send + Sync {
-    /// How many commands: kernels, fills and copies.
+    /// The number of commands: kernels, fills and copies.
     fn len(&self) -> usize;
     /// Submits all of them. After [`Error::Partial`](crate::Error::Partial) some were submitted, after any other error none.
     fn replay(&self) -> Result<()>;
-    /// How they are submitted, as far as that is known.
+    /// How they are submitted.
     fn mode(&self) -> ReplayMode;
-    /// Has them submitted in another way.
+    /// Changes how they are submitted.
     fn set_mode(&mut self, mode: ReplayMode) -> Result<()>;
-    /// Waits until those submitted to the stream are done, or the device is lost.
+    /// Waits until the replays on a stream have completed, or the device is lost.
     fn drain(&self, stream: StreamId);
 }

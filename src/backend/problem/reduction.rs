@@ -1,4 +1,4 @@
-//! How a reduction walks its tensor: kept and reduced dims apart, each with as few dims as its strides allow.
+//! Reductions, and the loops that compute them: over kept dims and over reduced dims, each collapsed as far as strides allow.
 
 use smallvec::SmallVec;
 
@@ -7,7 +7,7 @@ use crate::expr::Expr;
 use crate::layout::collapse::StridedDims;
 use crate::tensor::{Dims, Layout, Shape};
 
-/// Dims with the strides of one operand, innermost last; never empty.
+/// Dims with the strides of one operand, innermost last; at least one dim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Axes {
     pub(crate) sizes: Dims,
@@ -42,7 +42,7 @@ impl Axes {
         (self.sizes[self.rank() - 1], self.strides[self.rank() - 1])
     }
 
-    /// The element offset of position `i` and how many positions, at most `most`, follow evenly from there.
+    /// The offset of position `i`, and how many positions from there on, at most `most`, are in the same innermost row.
     pub(crate) fn run(&self, i: usize, most: usize) -> (isize, usize) {
         let (inner, stride) = self.inner();
         let mut rest = i / inner;
@@ -59,13 +59,13 @@ impl Axes {
         self.sizes[..] == [size] && self.strides[..] == [stride]
     }
 
-    /// As the kernels' structs have them: sizes, then strides.
+    /// The words of the kernels' struct: sizes, then strides.
     pub(crate) fn words(&self) -> SmallVec<[i64; 16]> {
         self.sizes.iter().map(|&n| n as i64).chain(self.strides.iter().map(|&s| s as i64)).collect()
     }
 }
 
-/// Result `o` reduces the elements at `start + kept[o] + reduced[r]` for every r.
+/// The loops of a reduction: result `o` reduces the elements at `start + kept[o] + reduced[r]` for every r.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ReductionPlan {
     pub(crate) start: usize,
@@ -76,8 +76,8 @@ pub(crate) struct ReductionPlan {
 }
 
 impl ReductionPlan {
-    /// For a layout that is not empty. `in_order` keeps position r the row-major position among the reduced dims, which
-    /// argmax counts by; otherwise they are reordered to walk memory forwards, the smallest steps innermost.
+    /// The plan for a layout that is not empty. With `in_order`, r is the row-major index over the reduced dims, as argmax needs.
+    /// Otherwise these are reordered by descending stride, and negative strides reversed.
     pub(crate) fn new(layout: &Layout, reduced: &[bool], in_order: bool) -> ReductionPlan {
         let dims = || layout.shape.dims().iter().copied().zip(layout.strides.iter().copied()).zip(reduced);
         let kept = Axes::new(dims().filter(|(_, r)| !**r).map(|(d, _)| d));
@@ -88,7 +88,7 @@ impl ReductionPlan {
                 start += (*n as isize - 1) * *stride;
                 *stride = -*stride;
             }
-            // A broadcast dim repeats everything inside it.
+            // Broadcast dims come first, so that the dims after them can be collapsed.
             inner.sort_by_key(|&(_, stride)| std::cmp::Reverse(if stride == 0 { isize::MAX } else { stride }));
         }
         let reduced = Axes::new(inner.into_iter());
@@ -96,28 +96,28 @@ impl ReductionPlan {
         ReductionPlan { start: start as usize, kept, reduced, outs, n }
     }
 
-    /// Whether neighbouring results lie closer together in memory than the elements of one result.
+    /// Whether the elements of neighbouring results are closer together in memory than those of one result.
     pub(crate) fn by_column(&self) -> bool {
         let ((columns, across), (n, along)) = (self.kept.inner(), self.reduced.inner());
         columns > 1 && n > 1 && across != 0 && across.unsigned_abs() < along.unsigned_abs()
     }
 }
 
-/// A reduction, checked: the result exists and has elements, and so does what is reduced.
+/// A checked reduction: the result exists, and neither it nor the reduced part of the input is empty.
 pub(crate) struct Reduction<'a> {
     pub(crate) op: &'static str,
-    /// Tells one row of the table from another.
+    /// The number of the operation's row in the table of reductions.
     pub(crate) id: usize,
     pub(crate) rule: &'a Rule,
     pub(crate) x: &'a Tensor,
     /// For each dim of x, whether it is reduced.
     pub(crate) mask: &'a [bool],
-    /// Contiguous.
+    /// The result, which is contiguous.
     pub(crate) out: &'a Tensor,
 }
 
 impl Reduction<'_> {
-    /// How the tensor is walked.
+    /// The loops that compute it.
     pub(crate) fn plan(&self) -> ReductionPlan {
         ReductionPlan::new(&self.x.layout, self.mask, self.rule.combination.is_arg())
     }
@@ -163,14 +163,14 @@ mod tests {
     }
 }
 
-/// How elements come together.
+/// How elements are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Combination {
     Add,
     Mul,
     Max,
     Min,
-    /// The position of what Max or Min would choose.
+    /// The index of the element that Max or Min gives.
     ArgMax,
     ArgMin,
 }
@@ -181,22 +181,22 @@ impl Combination {
     }
 }
 
-/// What becomes of an element before.
+/// What is applied to each element before it is combined.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Element {
     Itself,
-    /// 1 where it is not zero, else 0: its kernels are written out.
-    Truth,
+    /// 1 where it is not zero, else 0.
+    NonZero,
     Of(Expr),
 }
 
-/// What a launch does.
+/// The formula of a reduction.
 #[derive(Debug, Clone)]
 pub(crate) struct Rule {
     pub(crate) combination: Combination,
     pub(crate) element: Element,
-    /// Of the result, input 0, and the number of elements, scalar 0; None where it stays as it is.
+    /// An expression over the combined value, input 0, and the number of elements, scalar 0; None for the value itself.
     pub(crate) finish: Option<Expr>,
-    /// Whether it accumulates in i64 whatever the elements are.
+    /// Whether it accumulates in i64 for every dtype.
     pub(crate) counts: bool,
 }

@@ -1,6 +1,6 @@
 //! Scans along a dim.
 
-/// What elements are combined into.
+/// How a scan combines elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Scan {
     Sum,
@@ -11,7 +11,7 @@ pub(crate) enum Scan {
 }
 
 impl Scan {
-    /// Whether it also gives the index of the element it chose.
+    /// Whether it also gives the index of the maximum or minimum.
     pub(crate) fn is_arg(self) -> bool {
         matches!(self, Scan::Max | Scan::Min)
     }

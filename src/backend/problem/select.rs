@@ -1,32 +1,33 @@
-//! Elements chosen by order.
+//! Elements selected by their order: top-k, k-th value and medians.
 
 use crate::Tensor;
 use crate::layout::shape::Dims;
 
-/// What is chosen from lines: indices, and values where they are found on the way.
-pub(crate) struct Chosen {
+/// The result of a selection from lines: indices, and the values where the backend computes them as well.
+pub(crate) struct Selected {
     pub(crate) values: Option<Tensor>,
     pub(crate) indices: Tensor,
 }
 
-impl From<Tensor> for Chosen {
-    fn from(indices: Tensor) -> Chosen {
-        Chosen { values: None, indices }
+impl From<Tensor> for Selected {
+    fn from(indices: Tensor) -> Selected {
+        Selected { values: None, indices }
     }
 }
 
-/// The rank of an element among those of a line, in ascending order.
+/// Which element of a line, in ascending order.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Nth {
+    /// The element of this rank, from 0.
     Rank(usize),
-    /// The middle, of two the lower; the first NaN if there is one.
+    /// The median, the lower one of two; NaN if there is any.
     Median,
-    /// The middle of those that are not NaN.
+    /// The median of the elements that are not NaN.
     NanMedian,
 }
 
 impl Nth {
-    /// In a line of n elements of which so many are NaN.
+    /// The rank in a line of n elements, of which so many are NaN.
     pub(crate) fn rank(self, n: usize, nans: usize) -> usize {
         match self {
             Nth::Rank(rank) => rank,
@@ -36,7 +37,7 @@ impl Nth {
         }
     }
 
-    /// As `kernels/select.cl` has it: a rank, from 1, and which of its rules.
+    /// The arguments `k`, from 1, and `rule` of `kernels/select.cl`.
     pub(crate) fn rule(self) -> (usize, u32) {
         match self {
             Nth::Rank(rank) => (rank + 1, 0),
@@ -46,7 +47,7 @@ impl Nth {
     }
 }
 
-/// The tensor's sizes, but `k` along d.
+/// The tensor's sizes with `k` in place of that of dim d.
 pub(crate) fn with(t: &Tensor, d: usize, k: usize) -> Dims {
     let mut dims = Dims::from_slice(t.shape().dims());
     dims[d] = k;

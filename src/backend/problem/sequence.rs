@@ -1,18 +1,18 @@
-//! Sequences of numbers, whose elements follow from their indices: `arange` and `linspace`.
+//! Arithmetic sequences: `arange` and `linspace`.
 
 use crate::Scalar;
 
-/// The element at each index.
+/// The formula of element i.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Sequence {
     /// `start + i * step`, wrapping.
     Int { start: i64, step: i64 },
-    /// The same in f64; from index `middle` on, of `n`, `end - (n - 1 - i) * step`.
+    /// `start + i * step` in f64 below index `middle`, and from there on `end - (n - 1 - i) * step`, for `n` elements.
     Float { start: f64, step: f64, middle: usize, end: f64, n: usize },
 }
 
 impl Sequence {
-    /// `n` numbers evenly from `start` to `end`, counted from the nearer end, so that both are exact.
+    /// `n` evenly spaced numbers from `start` to `end`, computed from the nearer end, so that both ends are exact.
     pub(crate) fn between(start: f64, end: f64, n: usize) -> Sequence {
         let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
         Sequence::Float { start, step, middle: n.div_ceil(2), end, n }

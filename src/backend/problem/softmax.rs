@@ -1,61 +1,63 @@
-//! Softmax and its kin over rows.
+//! Softmax, log-softmax, logsumexp and their gradients over rows.
 
 use crate::Tensor;
 use crate::backend::problem::lines::without;
 use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 
-/// What a row becomes.
+/// The operation on each row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum RowOp {
     Softmax,
-    /// Of the part of a row that [`SoftmaxMask`] says.
+    /// Softmax with a [`SoftmaxMask`].
     MaskedSoftmax,
     LogSoftmax,
     LogSumExp,
-    /// Of the result and its gradient.
+    /// The gradients, from the result and its gradient.
     SoftmaxGrad,
     LogSoftmaxGrad,
 }
 
-/// How the third operand masks a row's elements.
+/// How a mask applies to the elements of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Mask {
     #[default]
     None,
-    /// Elements where it is false are left out.
+    /// A bool mask: elements where it is false are left out.
     Keep,
-    /// It is added to the elements.
+    /// A float mask, which is added to the elements.
     Add,
 }
 
-/// The mask of a softmax: which elements of a row take part.
+/// The masks of a softmax.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SoftmaxMask {
     pub(crate) kind: Mask,
-    /// The rows of a matrix under a causal mask, of which row i sees the elements up to `first + i`; 0 without one.
+    /// The number of rows of a matrix under a causal mask, which keeps elements 0 to `first + i` of row i; 0 without one.
     pub(crate) causal: usize,
     pub(crate) first: usize,
 }
 
 impl SoftmaxMask {
-    /// How many of its n elements row r sees.
+    /// The number of elements of row r, of n, that the causal mask keeps.
     pub(crate) fn visible(self, r: usize, n: usize) -> usize {
         if self.causal == 0 { n } else { n.min(self.first + r % self.causal + 1) }
     }
 }
 
-/// Rows of n elements: where each starts in up to three operands, and the step along a row in each.
+/// Rows of n elements in three operands.
 #[derive(Debug)]
 pub(crate) struct SoftmaxRows {
+    /// The dims over which rows are numbered, with each operand's strides from row to row.
     pub(crate) strided: StridedDims,
     pub(crate) n: usize,
+    /// Each operand's stride along a row.
     pub(crate) steps: [isize; 3],
     pub(crate) mask: SoftmaxMask,
 }
 
 impl SoftmaxRows {
-    /// Rows of `shape` along dim d.
+    /// The rows of `shape` along dim d, of operands with these strides.
     pub(crate) fn new(shape: &Shape, d: usize, operands: [&[isize]; 3]) -> SoftmaxRows {
         let rest: Shape = without(shape.dims(), d);
         let starts = operands.map(|strides| -> Dims<isize> { without(strides, d) });
@@ -72,7 +74,7 @@ impl SoftmaxRows {
 pub(crate) struct Softmax<'a> {
     pub(crate) kind: RowOp,
     pub(crate) x: &'a Tensor,
-    /// A second operand; x where there is none.
+    /// The mask, or the second operand of a gradient; x where there is none.
     pub(crate) z: &'a Tensor,
     pub(crate) out: &'a Tensor,
     pub(crate) d: usize,
@@ -80,7 +82,7 @@ pub(crate) struct Softmax<'a> {
 }
 
 impl Softmax<'_> {
-    /// Where the rows of x, the result and z lie.
+    /// The rows of x, the result and z.
     pub(crate) fn rows(&self) -> SoftmaxRows {
         let operands = [self.x.strides(), self.out.strides(), self.z.strides()];
         SoftmaxRows { mask: self.mask, ..SoftmaxRows::new(self.x.shape(), self.d, operands) }

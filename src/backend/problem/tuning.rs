@@ -1,4 +1,4 @@
-//! Parameters of a device's kernels, and what they are measured with.
+//! Tuning parameters of a device's kernels, and the workloads that they are measured with.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,79 +10,79 @@ pub use crate::device::level::Level;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Parameter {
-    /// As it is called in the file.
+    /// Its name in the file of tuned parameters.
     pub name: &'static str,
-    /// What it is.
+    /// One line about its meaning.
     pub doc: &'static str,
-    /// What it may be.
+    /// The values that it may have.
     pub choices: &'static [usize],
-    /// What it is where nobody has measured.
+    /// Its value on a device that was not tuned.
     pub default: usize,
-    /// What it is on this device.
+    /// Its value on this device.
     pub value: usize,
 }
 
-/// What was found to suit a kernel, or a parameter of kernels, at sizes that are near each other.
+/// The value that was measured to be fastest for a parameter or a kernel's group size, for one class of sizes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Choice {
-    /// A parameter's name, or `group_` and a number for the work-items a group of one kernel.
+    /// A parameter's name, or `group_` and a number for the work-group size of one kernel.
     pub name: String,
-    /// The sizes of the class, each as the logarithm to base two of the power of two below it; zeros follow.
+    /// The sizes of the class, each as its logarithm to base two, rounded down; zeros follow.
     pub sizes: Vec<u32>,
-    /// What was chosen.
+    /// The chosen value.
     pub value: usize,
 }
 
-/// What a parameter is measured with: something whose kernel has it.
+/// An operation whose kernel has the parameter that is measured.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Workload {
-    /// A sum of so many elements.
+    /// Addition of two tensors of so many elements.
     Sum(usize),
-    /// The same, of elements that do not begin where a vector does.
+    /// The same with an offset that is not aligned to vectors.
     Shifted(usize),
-    /// A matrix of so many rows and columns, transposed.
+    /// A copy of a transposed matrix of so many rows and columns.
     Transposed(usize, usize, DType),
     /// `[m, k]` times `[k, n]`, the matrices transposed in memory or not.
     Product([usize; 3], [bool; 2], DType),
-    /// A convolution of so many images of so many channels into so many others, and of this side, by windows of this side.
+    /// A convolution of `[n, c, side, side]` into `o` channels, given `[n, c, o, side]` and the side of the kernel.
     Convolution([usize; 4], usize),
-    /// The greatest elements of windows of two by two of `[n, c, side, side]`.
+    /// Maximum pooling of `[n, c, side, side]` with windows of 2 x 2.
     Pooling([usize; 3]),
-    /// A sum of `[n, c, side, side]`.
+    /// Addition of tensors `[n, c, side, side]`.
     Added([usize; 3]),
-    /// Attention of `[heads, queries, width]` to as many keys.
+    /// Attention of `[heads, queries, width]` with as many keys.
     Attention([usize; 3]),
-    /// A convolution of `[n, c, side, side]`, each channel by itself, by windows of this side.
+    /// A depthwise convolution of `[n, c, side, side]`, with the side of the kernel.
     Depthwise([usize; 3], usize),
-    /// So many lines of so many elements, sorted.
+    /// A sort of so many lines of so many elements.
     Sorted([usize; 2], DType),
 }
 
 /// The parameters of a device, each named by its index in [`parameters`](Self::parameters).
 pub(crate) trait Tuning {
-    /// All of them, as they are now.
+    /// All parameters with their current values.
     fn parameters(&self) -> Vec<Parameter>;
-    /// Changes one, for this process.
+    /// Sets a parameter for this process.
     fn set(&self, parameter: usize, value: usize);
-    /// What its choices are timed with.
+    /// The workload that a parameter's choices are timed with.
     fn workload(&self, parameter: usize) -> Workload;
-    /// Sizes around the edges that it makes with its present value.
+    /// Workloads with sizes around the multiples of a parameter's current value, for tests.
     fn edges(&self, parameter: usize) -> Vec<Workload>;
-    /// How much is tried in ordinary work.
+    /// How much the device tunes during ordinary work.
     fn level(&self) -> Level;
-    /// Changes that, for this process.
+    /// Sets that level for this process.
     fn set_level(&self, level: Level);
-    /// What was chosen for kernels and classes of sizes.
+    /// The choices that were made for kernels and classes of sizes.
     fn choices(&self) -> Vec<Choice>;
-    /// Whether that is used from now on, in this process; gives whether it was.
+    /// Says whether this process uses these choices, and gives the setting before.
     fn use_choices(&self, on: bool) -> bool;
-    /// Forgets it, in this process.
+    /// Forgets the choices in this process.
     fn forget_choices(&self);
-    /// How many choices are begun and not made.
+    /// The number of choices that are still being measured.
     fn on_trial(&self) -> usize;
-    /// Ordinary work of many sizes, whose kernels have the parameters.
+    /// Workloads of many sizes, whose kernels have the parameters.
     fn ordinary(&self) -> Vec<Workload>;
-    /// Keeps all values for other processes; gives the file, unless there is no cache of programs.
+    /// Saves all values for other processes and gives the file, unless there is no cache of programs.
     fn save(&self) -> io::Result<Option<PathBuf>>;
 }

@@ -1,38 +1,38 @@
-//! Windows over images: where they lie and what is done with them.
+//! Sliding windows over images: their geometry, and pooling.
 
 use smallvec::SmallVec;
 
 use crate::Tensor;
 use crate::tensor::Dims;
 
-/// Where windows lie; backends have those over the last two dims, rows and columns.
+/// The geometry of sliding windows over D dims; backends take two, rows and columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Windows<const D: usize = 2> {
-    /// Elements of the image, taps of a window, windows.
+    /// The sizes of the image, of a window, and of the output, which has an element for each window.
     pub(crate) image: [usize; D],
     pub(crate) kernel: [usize; D],
     pub(crate) grid: [usize; D],
-    /// Elements from one window to the next, of the padding before the image and behind it, from one tap to the next.
+    /// The padding is that before the image and, in `behind`, that after it.
     pub(crate) stride: [usize; D],
     pub(crate) padding: [usize; D],
     pub(crate) behind: [usize; D],
     pub(crate) dilation: [usize; D],
-    /// Windows divide the image among themselves: only `image` and `grid` count.
+    /// Whether the image is divided among the windows (PyTorch's adaptive pooling): only `image` and `grid` are used.
     pub(crate) adaptive: bool,
 }
 
-/// What a mean is divided by.
+/// The divisor of average pooling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Divisor {
-    /// The elements of the window, with those in the padding.
+    /// The number of elements of the window, including those in the padding.
     Window,
-    /// The elements of the image in the window.
+    /// The number of elements of the window inside the image.
     Inside,
     Number(usize),
 }
 
 impl Divisor {
-    /// As the kernels have it.
+    /// The divisor as an argument of the kernels.
     pub(crate) fn code(self) -> i64 {
         match self {
             Divisor::Window => 0,
@@ -42,22 +42,22 @@ impl Divisor {
     }
 }
 
-/// What is done with windows.
+/// Maximum or average pooling, or its backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Task {
     Max,
-    Unmax,
+    MaxBackward,
     Mean(Divisor),
-    Unmean(Divisor),
+    MeanBackward(Divisor),
 }
 
-/// The sizes of four dims.
+/// The sizes of a tensor of four dims.
 pub(crate) fn four(t: &Tensor) -> [usize; 4] {
     let dims = t.shape().dims();
     [dims[0], dims[1], dims[2], dims[3]]
 }
 
-/// The numbers of a launch as the kernels' struct has them; `strides` are those of what is read.
+/// The words of the kernels' struct; `strides` are those of the tensor that is read.
 pub(crate) fn words(w: &Windows, x: &Tensor, strides: &[isize]) -> SmallVec<[i64; 22]> {
     let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.behind, w.dilation];
     let dims: Dims = x.shape().dims()[..2].iter().copied().collect();

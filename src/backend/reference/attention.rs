@@ -4,7 +4,7 @@
 use ndarray::ArrayD;
 
 use super::values::{indices, read_floats, write};
-use crate::backend::problem::attention::{Attended, FusedAttention};
+use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
 use crate::expr::philox::Uniform;
 use crate::{DType, Result, Tensor};
 
@@ -84,7 +84,7 @@ pub(super) fn forward(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> R
     write(logsumexp, sums)
 }
 
-pub(super) fn backward(a: &FusedAttention, of: &Attended, results: [&Tensor; 3]) -> Result<()> {
+pub(super) fn backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> {
     let (weights, v, [.., width, value_width]) = (Weights::of(a)?, read_floats(a.v)?, a.sizes());
     let [out, sums, grad] = [of.out, of.logsumexp, of.grad].map(read_floats);
     let (out, sums, grad) = (out?, sums?, grad?);

@@ -131,8 +131,8 @@ fn divisor(w: &Windows, o: [usize; 2], divisor: Divisor) -> f64 {
     count as f64
 }
 
-/// `Max` gives the greatest element of each window, the last NaN if there is one, and its position in the image; `Unmax` adds
-/// each window's gradient there. `Mean` and `Unmean` are each other's gradient.
+/// `Max` gives the greatest element of each window, the last NaN if there is one, and its position in the image; `MaxBackward` adds
+/// each window's gradient there. `Mean` and `MeanBackward` are each other's gradient.
 pub(super) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
     let (x, mut results) = (read(x)?, ArrayD::from_elem(out.shape().dims(), Scalar::Int(0)));
     let mut chosen = read(index)?;
@@ -154,7 +154,7 @@ pub(super) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Te
                 results[window] = x[&image(best)[..]];
                 chosen[window] = Scalar::Int((best[0] * w.image[1] + best[1]) as i64);
             }
-            Task::Unmax => {
+            Task::MaxBackward => {
                 let at = chosen[window].to_i64() as usize;
                 give([at / w.image[1], at % w.image[1]], x[window].to_f64());
             }
@@ -162,7 +162,7 @@ pub(super) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Te
                 let sum: f64 = seen.iter().map(|&at| x[&image(at)[..]].to_f64()).sum();
                 results[window] = Scalar::Float(sum / divisor(w, [oh, ow], by));
             }
-            Task::Unmean(by) => {
+            Task::MeanBackward(by) => {
                 let share = x[window].to_f64() / divisor(w, [oh, ow], by);
                 seen.into_iter().for_each(|at| give(at, share));
             }
@@ -176,7 +176,7 @@ pub(super) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Te
 
 /// The elements that element o of a dim of another size is made of, with their shares.
 fn shares(samples: Option<Samples>, o: usize) -> Vec<(usize, f64)> {
-    match samples.map(|samples| (samples.linear, samples.at(o))) {
+    match samples.map(|samples| (samples.linear, samples.source(o))) {
         None => vec![(o, 1.0)],
         Some((false, (at, ..))) => vec![(at, 1.0)],
         Some((true, (low, high, share))) => vec![(low, 1.0 - share), (high, share)],

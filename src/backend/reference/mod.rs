@@ -33,9 +33,9 @@ impl Backend for Reference {
             sorts::sort(x, d, descending, values, indices);
         search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
             sorts::search(x, lines, step, v, right, out);
-        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> =
+        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
             sorts::first(x, d, k, descending).map(Some);
-        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> = sorts::nth(x, d, nth).map(Some);
+        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>> = sorts::nth(x, d, nth).map(Some);
         gather(g: &Indexed, out: &Tensor) -> Result<()> = moves::gather(g, out);
         scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> =
             moves::scatter(g, combine, target, layout);
@@ -79,8 +79,8 @@ impl Backend for Reference {
         has_attention(_: &FusedAttention) -> Result<bool> = Ok(true);
         attention(a: &FusedAttention, out: &Tensor, logsumexp: &Tensor) -> Result<()> =
             attention::forward(a, out, logsumexp);
-        attention_backward(a: &FusedAttention, of: &Attended, results: [&Tensor; 3]) -> Result<()> =
+        attention_backward(a: &FusedAttention, of: &AttentionBackward, results: [&Tensor; 3]) -> Result<()> =
             attention::backward(a, of, results);
-        blocking(memory: usize, _: bool) -> Blocking = Blocking { whole: memory, block: memory, queries: 1 };
+        blocking(memory: usize, _: bool) -> Blocking = Blocking { unblocked_bytes: memory, block_bytes: memory, min_queries: 1 };
     }
 }

@@ -44,7 +44,7 @@ pub(super) fn reduce(reduction: &Reduction) -> Result<()> {
     let (compute, accumulator) = (x.dtype.compute(), rule.accumulator(x.dtype));
     let element = |value: Scalar| match &rule.element {
         Element::Itself => value,
-        Element::Truth => Scalar::Int(is_true(value).into()),
+        Element::NonZero => Scalar::Int(is_true(value).into()),
         Element::Of(formula) => formula::value(formula, &[value], Params::default(), 0, compute),
     };
     let dims = |reduced: bool| -> Vec<usize> {

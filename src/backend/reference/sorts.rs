@@ -3,7 +3,7 @@
 use ndarray::{ArrayD, Axis};
 
 use super::values::{Memory, indices, is_nan, order, position, read, tensor, write};
-use crate::backend::problem::select::{Chosen, Nth};
+use crate::backend::problem::select::{Nth, Selected};
 use crate::layout::Layout;
 use crate::{DType, Result, Scalar, Tensor};
 
@@ -35,17 +35,17 @@ pub(super) fn sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indi
     [values, indices].into_iter().zip(results).try_for_each(|(t, result)| write(t, result))
 }
 
-pub(super) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Chosen> {
+pub(super) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Selected> {
     let [values, indices] = chosen(x, d, k, |line| sorted(line, descending)[..k].to_vec())?;
-    Ok(Chosen { values: Some(tensor(&values, x.dtype)?), indices: tensor(&indices, DType::I64)? })
+    Ok(Selected { values: Some(tensor(&values, x.dtype)?), indices: tensor(&indices, DType::I64)? })
 }
 
-pub(super) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Chosen> {
+pub(super) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Selected> {
     let [values, indices] = chosen(x, d, 1, |line| {
         let nans = line.iter().filter(|x| is_nan(**x)).count();
         vec![sorted(line, false)[nth.rank(line.len(), nans)]]
     })?;
-    Ok(Chosen { values: Some(tensor(&values, x.dtype)?), indices: tensor(&indices, DType::I64)? })
+    Ok(Selected { values: Some(tensor(&values, x.dtype)?), indices: tensor(&indices, DType::I64)? })
 }
 
 /// How many elements of its line come before each value: those that are less, on the right side equal ones as well. All do

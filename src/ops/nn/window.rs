@@ -208,7 +208,7 @@ impl Windows {
         let out = autograd::record_unary_twice(op, out, x, move |grad| {
             let index = saved.get(op)?;
             if !autograd::is_tracked(&[&grad]) {
-                return self.run(Task::Unmax, &grad, index, shape.clone(), format);
+                return self.run(Task::MaxBackward, &grad, index, shape.clone(), format);
             }
             let ([n, c, oh, ow], [h, w]) = (four(&grad), self.image);
             let flat = |t: &Tensor| t.reshape([n, c, oh * ow]);
@@ -234,7 +234,7 @@ impl Windows {
         shape: Shape,
         format: MemoryFormat,
     ) -> Result<Tensor> {
-        let out = self.run(Task::Unmean(divisor), grad, grad, shape, format)?;
+        let out = self.run(Task::MeanBackward(divisor), grad, grad, shape, format)?;
         Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.mean_of_planes(op, &grad, divisor)))
     }
 

@@ -75,7 +75,7 @@ impl ReductionRow {
             let (x, y, g, n) = (Expr::input(0), Expr::input(1), Expr::input(2), Expr::scalar(0));
             let element = match (self.element)(&x) {
                 e if e == x => Element::Itself,
-                e if e == x.ne(0.0) => Element::Truth,
+                e if e == x.ne(0.0) => Element::NonZero,
                 e => Element::Of(e),
             };
             let finish = Some((self.finish)(&x, &n)).filter(|e| *e != x);

@@ -8,7 +8,7 @@ pub(crate) mod select;
 
 use super::{result_type, same_device, same_dtype};
 use crate::autograd::{self, Saved};
-use crate::backend::problem::select::{Chosen, Nth};
+use crate::backend::problem::select::{Nth, Selected};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::read_through;
 use crate::tensor::view::at_least_1d;
@@ -29,10 +29,10 @@ pub(crate) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool)
     Ok((shaped(values), shaped(indices)))
 }
 
-impl Chosen {
-    pub(crate) fn empty(x: &Tensor, dims: Dims) -> Result<Chosen> {
+impl Selected {
+    pub(crate) fn empty(x: &Tensor, dims: Dims) -> Result<Selected> {
         let indices = Tensor::empty_like_shape(&dims[..], DType::I64, x.device())?;
-        Ok(Chosen { values: Some(Tensor::empty_like_shape(dims, x.dtype, x.device())?), indices })
+        Ok(Selected { values: Some(Tensor::empty_like_shape(dims, x.dtype, x.device())?), indices })
     }
 
     /// Values, read from `x` along `dim` where there are none, and indices. Differentiable.
@@ -46,7 +46,7 @@ impl Chosen {
 }
 
 /// The first `k` elements of each line in order, outside the graph; of a tensor of rank 1 at least.
-pub(crate) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Chosen> {
+pub(crate) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Selected> {
     let d = t.shape().dim(op, dim)?;
     if let Some(found) = backend::choose(t, |b| b.first(t, d, k, descending))? {
         return Ok(found);
@@ -56,7 +56,7 @@ pub(crate) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, d
 
 /// The element of each line that has a position in ascending order, keeping the dim with size 1, of a tensor of rank 1 at least;
 /// `None` where sorting is the way.
-pub(crate) fn nth(op: &'static str, t: &Tensor, dim: isize, nth: Nth) -> Result<Option<Chosen>> {
+pub(crate) fn nth(op: &'static str, t: &Tensor, dim: isize, nth: Nth) -> Result<Option<Selected>> {
     let d = t.shape().dim(op, dim)?;
     backend::choose(t, |b| b.nth(t, d, nth))
 }

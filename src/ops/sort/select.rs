@@ -2,7 +2,7 @@
 //! also gives the gradient. Where only one or a few elements of a line are needed, backends select instead of sorting.
 
 use crate::backend::problem::map::Params;
-use crate::backend::problem::select::{Chosen, Nth};
+use crate::backend::problem::select::{Nth, Selected};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_into};
 use crate::ops::sort::{first_sorted, nth, sorted};
@@ -27,7 +27,7 @@ fn chosen(
     t: &Tensor,
     dim: isize,
     keepdim: bool,
-    find: impl FnOnce(&Tensor) -> Result<Chosen>,
+    find: impl FnOnce(&Tensor) -> Result<Selected>,
 ) -> Result<(Tensor, Tensor)> {
     let x = t.atleast_1d()?;
     let d = x.shape().dim(op, dim)?;
@@ -66,9 +66,9 @@ impl Sorted {
     }
 
     /// The indices of the elements at `place`, a formula of the number of NaN.
-    fn at(&self, op: &'static str, place: Expr) -> Result<Chosen> {
+    fn at(&self, op: &'static str, place: Expr) -> Result<Selected> {
         let positions = apply(op, &[&self.nans], Params::default(), &[place], &[DType::I64])?.remove(0);
-        self.order.gather(self.dim, &positions).map(Chosen::from)
+        self.order.gather(self.dim, &positions).map(Selected::from)
     }
 }
 
@@ -104,7 +104,7 @@ impl Tensor {
             invalid!(op if k == 0 || k > n, "the dimension has elements 1 to {n}, and {k} was asked for");
             match nth(op, x, dim, Nth::Rank(k - 1))? {
                 Some(found) => Ok(found),
-                None => sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1).map(Chosen::from),
+                None => sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1).map(Selected::from),
             }
         })
     }
@@ -202,7 +202,7 @@ impl Tensor {
             let made = apply(op, &[&nans], Params::default(), &exprs, &dtypes)?;
             let [low, high] = [&made[0], &made[1]].map(|place| sorted.order.gather(dim, place));
             between = Some((high?, made[2].shallow_clone()));
-            low.map(Chosen::from)
+            low.map(Selected::from)
         })?;
         let Some((high, share)) = between else { return Ok(low) };
         let share = if keepdim && self.rank() > 0 { share } else { share.squeeze(dim)? };
@@ -241,7 +241,7 @@ impl Tensor {
                 &[&starts.narrow(dim, 1, n - 1)?],
             )?;
             let run = place.sub(&starts.cummax(dim)?.0)?;
-            order.gather(dim, &run.argmax(dim, true)?).map(Chosen::from)
+            order.gather(dim, &run.argmax(dim, true)?).map(Selected::from)
         })
     }
 
@@ -253,7 +253,7 @@ impl Tensor {
     #[track_caller]
     pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced!("max_dim", [self], dim, keepdim);
-        chosen("max_dim", self, dim, keepdim, |x| x.argmax(dim, true).map(Chosen::from))
+        chosen("max_dim", self, dim, keepdim, |x| x.argmax(dim, true).map(Selected::from))
     }
 
     /// The least element along `dim` and its index (PyTorch's `min` with a dim); as [`Tensor::max_dim`] otherwise.
@@ -263,6 +263,6 @@ impl Tensor {
     #[track_caller]
     pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced!("min_dim", [self], dim, keepdim);
-        chosen("min_dim", self, dim, keepdim, |x| x.argmin(dim, true).map(Chosen::from))
+        chosen("min_dim", self, dim, keepdim, |x| x.argmin(dim, true).map(Selected::from))
     }
 }

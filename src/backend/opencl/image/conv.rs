@@ -1,4 +1,4 @@
-//! Convolutions of images with filters that are images.
+//! Convolutions whose input and filter are images.
 
 use super::{Blocks, TEMPLATE, Tensor4, arg, batch, constant, format, slice, transient, unless_full, wanted};
 use crate::backend::opencl::geometry::launch_free;
@@ -9,16 +9,16 @@ use crate::device::opencl::{Arg, ClDevice, Knob};
 use crate::storage::Image;
 use crate::{Result, Tensor};
 
-/// Neighbouring windows that a work-item computes: COLUMNS in the template.
+/// Outputs of a row that a work-item computes: COLUMNS in the template.
 const COLUMNS: usize = 4;
 
-/// Whether convolutions of this tensor are to read images.
+/// Whether convolutions of this tensor should read images.
 pub(crate) fn convolves(x: &Tensor) -> bool {
     wanted(x, Knob::ConvolutionImages).is_some()
 }
 
-/// The convolution of `[n, c, h, w]` with a weight `[o, c / groups, kh, kw]`; `None` where buffers are to be read: unless there is
-/// one group, or as many as channels on either side. Batches beyond the height of images are cut.
+/// The convolution of `[n, c, h, w]` with a weight `[o, c / groups, kh, kw]`; `None` where buffers are to be read. It takes one group,
+/// or depthwise convolutions with as many outputs as inputs. Batches are divided where images would be too high.
 pub(crate) fn convolution(
     w: &Windows,
     x: &Tensor,
@@ -69,7 +69,7 @@ fn launch(
     let kernel = kernel(cl, KernelKey::new(name, &[dtype as u64]), "image", || {
         format!("#define {name}\n#define A {dtype}\n{TEMPLATE}")
     })?;
-    let bias_or_any = bias.unwrap_or(out).device_view()?; // a kernel's argument is not null
+    let bias_or_any = bias.unwrap_or(out).device_view()?; // the kernel needs a buffer, even if it does not read it
     let to = out.device_view()?;
     let args = [
         arg(x)?,

@@ -1,4 +1,4 @@
-//! Formulas over images.
+//! Elementwise formulas over images.
 
 use std::fmt::Write;
 
@@ -14,7 +14,7 @@ use crate::expr::program::Program;
 use crate::storage::Image;
 use crate::{Compute, Result, Tensor};
 
-/// Images that every device's kernels can be given.
+/// The images that a kernel can have as arguments on every device.
 const MOST: usize = 8;
 
 /// A formula over inputs of up to four dims into one output, computed in f32; false where buffers are to be read.
@@ -39,7 +39,7 @@ fn run(launch: &Launch) -> Result<bool> {
     let fits = |t: &Tensor| {
         format(t.dtype).is_some() && Tensor4::of(&t.layout).is_some_and(|four| four.fits(Blocks::Across, cl))
     };
-    // Elements that are only moved keep their bits, also those of a NaN.
+    // Copies read buffers, so that NaNs keep their bits.
     let moves = program.exprs().iter().all(|expr| (0..launch.inputs.len()).any(|k| *expr == crate::Expr::input(k)));
     let plain = program.seeds() == 0 && launch.compute == Compute::F32 && !program.can_fault(launch.compute);
     if used.is_empty() || used.len() > MOST || moves || !plain || !operands().all(fits) {

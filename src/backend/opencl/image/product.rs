@@ -1,4 +1,4 @@
-//! Matrix products whose right matrix is an image, as weights are.
+//! Matrix products whose right matrix, a weight, is an image.
 
 use std::fmt::Write;
 
@@ -14,8 +14,8 @@ use crate::expr::program::Program;
 use crate::tensor::Layout;
 use crate::{Compute, Result, Shape, Tensor};
 
-/// `[.., k]` times a matrix `[k, n]`, whose image is kept as long as it does not change: weights of a network that is used and not
-/// trained; false where buffers are to be read.
+/// `[.., k]` times a matrix `[k, n]`, whose image is cached until the matrix changes, as for weights in inference; false where
+/// buffers are to be read.
 pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let Some(cl) = wanted(g.a, Knob::ProductImages) else { return Ok(false) };
     let program = Program::of(g.epilogue);

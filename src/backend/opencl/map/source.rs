@@ -1,9 +1,9 @@
-//! What an elementwise kernel consists of besides its template: formulas, operands, loads and stores.
+//! The source of an elementwise kernel before its template: formulas, parameters, loads and stores.
 
 use std::fmt::Write;
 
 use crate::backend::opencl::geometry::index_type;
-use crate::backend::opencl::map::{Form, MapOperand, Reach};
+use crate::backend::opencl::map::{Form, MapOperand, MemoryAccess};
 use crate::backend::problem::map::Launch;
 use crate::backend::problem::operand::OperandKind;
 use crate::device::opencl::ClDevice;
@@ -11,10 +11,10 @@ use crate::{Compute, DType};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/elementwise.cl");
 
-/// What rounds bf16 results where there are tensor cores.
+/// Conversion to bf16 by an instruction of devices with tensor cores.
 const ROUNDED: &str = include_str!("../../../../kernels/rounded.cl");
 
-/// A store past the cache, where the compiler has one.
+/// A non-temporal store, where the compiler has one.
 const STORE_PAST: &str = "#ifdef __has_builtin
 #if __has_builtin(__builtin_nontemporal_store)
 #define STORE_PAST(value, to) __builtin_nontemporal_store(value, to)
@@ -25,7 +25,7 @@ const STORE_PAST: &str = "#ifdef __has_builtin
 #endif
 ";
 
-/// The whole kernel for a device, prelude aside.
+/// The source of the kernel for a device, without the prelude.
 pub(crate) fn write(
     device: &ClDevice,
     launch: &Launch,
@@ -43,8 +43,8 @@ pub(crate) fn write(
         names.join(", ")
     );
     let w = &mut s;
-    // Not for copies, which keep a NaN's bits. Whether there are such cores is asked last: the answer takes building a kernel.
-    let rounds = |o: &MapOperand| o.dtype == DType::BF16 && o.reach == Reach::Vector;
+    // Not for copies, which keep the bits of NaNs. The device is queried last, because that may build a kernel.
+    let rounds = |o: &MapOperand| o.dtype == DType::BF16 && o.access == MemoryAccess::Vector;
     if launch.program.computes()
         && launch.compute == Compute::F32
         && operands[launch.inputs.len()..].iter().any(rounds)
@@ -70,8 +70,9 @@ pub(crate) fn write(
         Form::Vector { width, streamed } => {
             w.push_str(if streamed { STORE_PAST } else { "" });
             let _ = writeln!(w, "#define VEC {width}");
-            let wide =
-                DType::ALL.iter().filter(|t| operands.iter().any(|o| o.reach == Reach::Vector && o.dtype == **t));
+            let wide = DType::ALL
+                .iter()
+                .filter(|t| operands.iter().any(|o| o.access == MemoryAccess::Vector && o.dtype == **t));
             wide.for_each(|&t| w.push_str(&Words::of(t, width).define(t, width)));
             writer.function(w, "elements", &dims, width);
             if rank <= 1 {
@@ -81,7 +82,7 @@ pub(crate) fn write(
         }
         Form::Tiled { side, across, dim, lines } => {
             let inner = rank - 1;
-            // Columns start in banks of local memory of their own.
+            // Padding puts the columns of a tile into different banks of local memory.
             let pad = if lines.is_some() { 1 } else { (32 / across).max(1) };
             let _ =
                 writeln!(w, "#define TILE {side}\n#define ACROSS {across}\n#define PAD {pad}\n#define GROUP {local}");
@@ -89,7 +90,7 @@ pub(crate) fn write(
             let batch: Vec<usize> = dims.iter().copied().filter(|&d| d != inner && d != dim).collect();
             let _ = writeln!(w, "#define POSITIONS(b) {}", writer.positions("b", &batch));
             let (mut transposed, mut fetch, mut fetch_line) = (String::new(), String::new(), String::new());
-            for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used && o.reach == Reach::Tile) {
+            for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used && o.access == MemoryAccess::Tile) {
                 let space = if local > 1 { "__local " } else { "" };
                 let _ = write!(transposed, "{space}{}_t tile{k}[ACROSS][TILE + PAD]; ", o.dtype);
                 let line = format!("at{k} + (long)(column + c) * STRIDE({k}, {inner}) + row");
@@ -116,8 +117,8 @@ pub(crate) fn write(
                 1,
                 |k| {
                     let o = &operands[k];
-                    match o.reach {
-                        Reach::Tile => format!("from_{}(tile{k}[c][r])", o.dtype),
+                    match o.access {
+                        MemoryAccess::Tile => format!("from_{}(tile{k}[c][r])", o.dtype),
                         _ if direct(o) => format!("load_{}(p{k}, i{k})", o.dtype),
                         _ => format!("load_{}(p{k}, at{k})", o.dtype),
                     }
@@ -131,9 +132,9 @@ pub(crate) fn write(
     s
 }
 
-/// Whether an operand of a tiled kernel is read or written where it lies, by row and column.
+/// Whether an operand of a tiled kernel is accessed in global memory by row and column.
 fn direct(o: &MapOperand) -> bool {
-    o.reach != Reach::Tile && o.kind != OperandKind::Scalar
+    o.access != MemoryAccess::Tile && o.kind != OperandKind::Scalar
 }
 
 /// Declarations and names of the kernel's parameters.
@@ -164,8 +165,8 @@ fn parameters(launch: &Launch, operands: &[MapOperand], rank: usize) -> Vec<(Str
     params
 }
 
-/// How `n` neighbours are moved: as words, for compilers move vectors of shorter elements in two pieces, or leave them in
-/// memory. Each word is taken on its own, or some would make one number of all.
+/// The words as which `n` contiguous elements are loaded and stored, because compilers split vectors of short elements or spill them.
+/// Words are extracted one by one, because some compilers would otherwise combine all into one large integer.
 struct Words {
     word: &'static str,
     count: usize,
@@ -181,17 +182,17 @@ impl Words {
         Words { word, count: dtype.size() * n / size }
     }
 
-    /// The type `wide_{dtype}`: words, each of them some elements.
+    /// Defines the type `wide_{dtype}`, a union of the words and the elements.
     fn define(&self, dtype: DType, n: usize) -> String {
         format!("typedef union {{ {} word[{}]; {dtype}_t each[{n}]; }} wide_{dtype};\n", self.word, self.count)
     }
 
-    /// The type of all words at once.
+    /// The vector type of all words.
     fn all(&self) -> String {
         if self.count > 1 { format!("{}{}", self.word, self.count) } else { self.word.into() }
     }
 
-    /// The words of `to` from those at `from`.
+    /// A statement that loads the words of `to` from the address `from`.
     fn load(&self, to: &str, from: &str) -> String {
         let all = self.all();
         let part = |i: usize| if self.count > 1 { format!("{to}_all.s{i}") } else { format!("{to}_all") };
@@ -199,7 +200,7 @@ impl Words {
         format!("const {all} {to}_all = *(const __global {all}*)({from});{each}")
     }
 
-    /// All words of `from`, as one value.
+    /// A vector of all words of `from`.
     fn value(&self, from: &str) -> String {
         let each: Vec<String> = (0..self.count).map(|i| format!("{from}.word[{i}]")).collect();
         format!("({})({})", self.all(), each.join(", "))
@@ -209,7 +210,7 @@ impl Words {
 struct Writer<'a> {
     launch: &'a Launch<'a>,
     operands: &'a [MapOperand],
-    /// Whether several neighbours are stored past the cache.
+    /// Whether vectors are written with non-temporal stores.
     streamed: bool,
 }
 
@@ -218,7 +219,7 @@ impl Writer<'_> {
         self.operands.iter().enumerate().filter(|(_, o)| o.used)
     }
 
-    /// Statements that declare `at{k}`, where position `e` of `dims` is in operand k.
+    /// Statements that declare `at{k}`, the offset in operand k of position `e` over `dims`.
     fn positions(&self, e: &str, dims: &[usize]) -> String {
         let mut s = String::new();
         for (k, o) in self.used() {
@@ -240,7 +241,7 @@ impl Writer<'_> {
         s
     }
 
-    /// A function that computes `width` neighbouring positions from e on.
+    /// A function that computes the results at `width` consecutive positions from e on.
     fn function(&self, w: &mut String, name: &str, dims: &[usize], width: usize) {
         let _ =
             writeln!(w, "static inline void {name}(const INDEX e, PARAMETERS) {{\n    {}", self.positions("e", dims));
@@ -252,8 +253,8 @@ impl Writer<'_> {
         let inputs = self.launch.inputs.len();
         for (k, o) in self.used() {
             let t = o.dtype;
-            match o.reach {
-                Reach::Vector => {
+            match o.access {
+                MemoryAccess::Vector => {
                     let _ = writeln!(w, "    wide_{t} b{k};");
                     if k < inputs {
                         let load = Words::of(t, width).load(&format!("b{k}"), &format!("p{k} + at{k}"));
@@ -266,7 +267,7 @@ impl Writer<'_> {
         let _ = writeln!(w, "    #pragma unroll\n    for (int k = 0; k < VEC; k++) {{");
         let load = |k: usize| {
             let o = &self.operands[k];
-            let at = if o.reach == Reach::Vector { ".each[k]" } else { "" };
+            let at = if o.access == MemoryAccess::Vector { ".each[k]" } else { "" };
             format!("from_{}(b{k}{at})", o.dtype)
         };
         self.body(w, width, load, ".each");
@@ -282,7 +283,7 @@ impl Writer<'_> {
         w.push_str("}\n");
     }
 
-    /// Statements that compute a row of a tile, row r, in whole lines.
+    /// Statements that compute row r of a tile and store it line by line.
     fn line(&self, side: usize, dim: usize, inner: usize) -> String {
         let (mut s, inputs) = (String::new(), self.launch.inputs.len());
         for (k, _) in self.used().filter(|(_, o)| direct(o)) {
@@ -299,8 +300,8 @@ impl Writer<'_> {
         s.push_str("_Pragma(\"unroll\") for (uint k = 0; k < TILE; k++) { ");
         let load = |k: usize| {
             let o = &self.operands[k];
-            match o.reach {
-                Reach::Tile => format!("from_{}(tile{k}[k][r])", o.dtype),
+            match o.access {
+                MemoryAccess::Tile => format!("from_{}(tile{k}[k][r])", o.dtype),
                 _ if direct(o) => format!("load_{}(p{k}, i{k} + (long)k * STRIDE({k}, {inner}))", o.dtype),
                 _ => format!("load_{}(p{k}, at{k})", o.dtype),
             }
@@ -313,8 +314,8 @@ impl Writer<'_> {
         s.replace('\n', " ")
     }
 
-    /// Statements that compute one position from what `load` gives, and store the results: at `{at}{k}`, or among several
-    /// in `b{k}{at}`.
+    /// Statements that compute one position from the loads that `load` gives, and store the results: at offset `{at}{k}`, or with a
+    /// width above 1 in element k of the array `b{k}{at}`.
     fn body(&self, w: &mut String, width: usize, load: impl Fn(usize) -> String, at: &str) {
         let (program, compute) = (self.launch.program, self.launch.compute);
         let (c, class, inputs) = (compute.cl_name(), format!("{compute:?}"), self.launch.inputs.len());
@@ -334,7 +335,7 @@ impl Writer<'_> {
             (0..program.seeds()).for_each(|i| call.push(format!("key{i}{key}, stream{i}{stream}")));
             call.push(match width {
                 1 => "e".into(),
-                // So that compilers see which neighbours' numbers come from one block.
+                // Written so that compilers see which positions share a block of four random numbers.
                 _ if width.is_multiple_of(4) => "((ulong)(e / 4) + k / 4) << 2 | k % 4".into(),
                 _ => "e + k".into(),
             });

@@ -2,7 +2,7 @@
 
 use super::{Side, Suite, View, numbers};
 use crate::backend::opencl::gemm::tests::PRETEND_GPU;
-use crate::backend::problem::attention::{Attended, FusedAttention};
+use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
 use crate::device::DeviceKind;
 use crate::expr::philox::Seed;
 use crate::{DType, Result};
@@ -66,7 +66,7 @@ fn one(suite: &mut Suite, case: Case, sizes: Sizes, [of_q, of_k]: [Option<f64>; 
         let logsumexp = side.room([2, batch, heads, queries], dtype.compute().dtype())?;
         let (dk, dv) = (side.room(k.shape(), dtype)?, side.room(v.shape(), dtype)?);
         side.backend.attention(&a, &out, &logsumexp)?;
-        let of = Attended { out: &out, logsumexp: &logsumexp, grad: &grad };
+        let of = AttentionBackward { out: &out, logsumexp: &logsumexp, grad: &grad };
         side.backend.attention_backward(&a, &of, [&dq, &dk, &dv])?;
         Ok(Some(vec![out, logsumexp, dq, dk, dv]))
     })
@@ -112,7 +112,9 @@ pub(super) fn blocking(suite: &mut Suite) -> Result<()> {
     suite.compare("memory", DType::F32, 0, |side| {
         for (memory, cheap) in [(0, false), (1 << 20, true), (1 << 40, false)] {
             let blocking = side.backend.blocking(memory, cheap);
-            assert!(blocking.queries > 0 && (memory == 0 || blocking.block > 0 && blocking.whole > 0));
+            assert!(
+                blocking.min_queries > 0 && (memory == 0 || blocking.block_bytes > 0 && blocking.unblocked_bytes > 0)
+            );
         }
         Ok(Some(vec![]))
     })

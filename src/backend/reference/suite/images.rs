@@ -132,8 +132,8 @@ pub(super) fn pool(suite: &mut Suite) -> Result<()> {
         adaptive([2, 3], [4, 3]),
     ];
     let by = [Divisor::Window, Divisor::Inside, Divisor::Number(7)];
-    let means = by.into_iter().flat_map(|by| [Task::Mean(by), Task::Unmean(by)]);
-    for task in [Task::Max, Task::Unmax].into_iter().chain(means) {
+    let means = by.into_iter().flat_map(|by| [Task::Mean(by), Task::MeanBackward(by)]);
+    for task in [Task::Max, Task::MaxBackward].into_iter().chain(means) {
         for (dtype, view) in [(DType::F32, View::Plain), (DType::F32, View::Odd), (DType::F16, View::Gapped)] {
             suite.compiles = dtype == DType::F32;
             for w in shapes {
@@ -148,7 +148,7 @@ pub(super) fn pool(suite: &mut Suite) -> Result<()> {
                 let n = if task == Task::Max { 0 } else { 2 * w.grid[0] * w.grid[1] };
                 suite.compare(format!("{task:?} of {view:?}, {w:?}"), dtype, n, |side| {
                     let (x, index, out) = (side.put(&x)?, side.put(&index)?, side.room(to, dtype)?);
-                    let of_max = matches!(task, Task::Max | Task::Unmax);
+                    let of_max = matches!(task, Task::Max | Task::MaxBackward);
                     side.backend.pool(&w, task, &x, if of_max { &index } else { &x }, &out)?;
                     Ok(Some(vec![out, index]))
                 })?;

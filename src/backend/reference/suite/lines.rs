@@ -2,7 +2,7 @@
 
 use super::{Random, Suite, VIEWS, View, factors, numbers, specials};
 use crate::backend::problem::scan::Scan;
-use crate::backend::problem::select::{Chosen, Nth};
+use crate::backend::problem::select::{Nth, Selected};
 use crate::layout::Layout;
 use crate::{DType, Result, Tensor};
 
@@ -91,7 +91,7 @@ pub(super) fn search(suite: &mut Suite) -> Result<()> {
 }
 
 /// Indices, and values where both have them.
-fn parts(chosen: Option<Chosen>) -> Option<Vec<Tensor>> {
+fn parts(chosen: Option<Selected>) -> Option<Vec<Tensor>> {
     chosen.map(|chosen| [Some(chosen.indices), chosen.values].into_iter().flatten().collect())
 }
 

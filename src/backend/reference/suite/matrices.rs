@@ -91,7 +91,7 @@ pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
         (of(Add, Element::Itself, mean, false), F32, F32),
         (of(Add, square(), Some(Expr::input(0).sqrt()), false), F16, F16),
         (of(Add, Element::Itself, None, false), I32, I64),
-        (of(Add, Element::Truth, None, true), F32, I64),
+        (of(Add, Element::NonZero, None, true), F32, I64),
         (of(Mul, Element::Itself, None, false), F64, F64),
         (of(Max, Element::Itself, None, false), F32, F32),
         (of(Min, Element::Itself, None, false), U8, U8),
@@ -101,7 +101,7 @@ pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
     for (id, (rule, dtype, to)) in rules.iter().enumerate() {
         let number = match rule.combination {
             Mul => factors,
-            Add if rule.element != Element::Truth => numbers,
+            Add if rule.element != Element::NonZero => numbers,
             _ => specials,
         };
         let shapes: [(View, &[usize], &[bool]); 6] = [

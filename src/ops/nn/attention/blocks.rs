@@ -66,17 +66,17 @@ impl Blocks {
         let scores: Shape = batch.dims().iter().copied().chain([*queries, *keys]).collect();
         let limits = blocking(q.device(), causal || !backward).ok()?;
         let fits = |mask: &Tensor| broadcast(&scores, mask.shape().dims()).as_ref() == Some(&scores);
-        if scores.bytes(q.dtype.size()) <= limits.whole
+        if scores.bytes(q.dtype.size()) <= limits.unblocked_bytes
             || broadcast(&batch, batch_v)? != batch
             || !mask.is_none_or(fits)
         {
             return None;
         }
         let even = |n: usize, most: usize| n.div_ceil(n.div_ceil(most.max(1)));
-        let room = limits.block / keys.saturating_mul(q.dtype.size());
+        let room = limits.block_bytes / keys.saturating_mul(q.dtype.size());
         // Eight blocks below each other skip all but a sixteenth of the scores above the diagonal.
         let most = if causal { queries.div_ceil(8) } else { *queries };
-        let rows = even(*queries, room.min(most).max(limits.queries)).next_multiple_of(8).min(*queries);
+        let rows = even(*queries, room.min(most).max(limits.min_queries)).next_multiple_of(8).min(*queries);
         let mut heads = room / rows;
         let mut tile: Dims = SmallVec::from_slice(&[rows]);
         for &n in batch.dims().iter().rev() {

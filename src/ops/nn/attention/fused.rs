@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use crate::autograd::Saved;
 use crate::autograd::rng_replay::Drawn;
-use crate::backend::problem::attention::{Attended, FusedAttention};
+use crate::backend::problem::attention::{AttentionBackward, FusedAttention};
 use crate::device::capture::is_capturing;
 use crate::expr::philox::Seed;
 use crate::ops::nn::attention::{Attention, empty_heads_inside};
@@ -83,7 +83,7 @@ impl Fused {
         let views = call.views(inputs, mask);
         let a = call.problem(&views);
         let (out, grad) = (call.view(self.out.get(op)?, false), call.view(grad, false));
-        let of = Attended { out: &out, logsumexp: self.logsumexp.get(op)?, grad: &grad };
+        let of = AttentionBackward { out: &out, logsumexp: self.logsumexp.get(op)?, grad: &grad };
         // Where an operand is broadcast, the kernel writes a gradient for each of its copies, and these are added up.
         let made = inputs.iter().zip(&views.inputs).zip(slots).enumerate().map(|(i, ((t, view), slot))| {
             let whole = t.numel() == view.numel();

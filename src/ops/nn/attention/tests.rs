@@ -15,7 +15,7 @@ thread_local! {
 
 /// Blocks of eight queries, or of as many, and of as many heads, as `bytes` have room for.
 fn in_blocks<R>(bytes: usize, f: impl FnOnce() -> R) -> R {
-    LIMITS.set(Some(Blocking { whole: 0, block: bytes, queries: 1 }));
+    LIMITS.set(Some(Blocking { unblocked_bytes: 0, block_bytes: bytes, min_queries: 1 }));
     let result = f();
     LIMITS.set(None);
     result
