@@ -99,9 +99,8 @@ fn fail(op: &'static str, path: &Path, reason: impl std::fmt::Display) -> Error 
 }
 
 /// Saves a checkpoint of a job in one file, which rank 0 writes as [`io::save_checkpoint`] does. The parts of a
-/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) are saved as one optimiser's state, so that a single process can
-/// resume from the file as well; state that is not sharded is saved as rank 0 has it. All ranks call it, and it returns when the
-/// file is complete.
+/// [`ZeroRedundancyOptimizer`](super::ZeroRedundancyOptimizer) are saved as one unsharded state, from which a single process can
+/// resume as well; other state is saved as rank 0 has it. All ranks call it, and it returns when the file is complete.
 ///
 /// ```
 /// use claystone::distributed::{self, DataParallel, Group};
@@ -257,8 +256,7 @@ pub fn save_sharded_checkpoint(folder: impl AsRef<Path>, group: &Group, parts: &
 /// group. Every rank reads the full checkpoint into host memory and takes its part.
 ///
 /// # Errors
-/// Those of [`io::load_checkpoint`]; [`Error::Invalid`] for a folder without a checkpoint and for a sharded tensor that is
-/// incomplete.
+/// Those of [`io::load_checkpoint`]; [`Error::Invalid`] for a folder without a checkpoint and where parts of a tensor are missing.
 pub fn load_checkpoint(path: impl AsRef<Path>, parts: &mut [(&str, &mut dyn Stateful)]) -> Result<()> {
     let (op, path) = ("load_checkpoint", path.as_ref());
     if !path.is_dir() {

@@ -1,5 +1,4 @@
-//! The messages by which ranks exchange a slice, and how these are divided among lanes, so that several threads exchange them
-//! concurrently.
+//! The messages by which ranks exchange a slice, and how they are divided among lanes for several threads.
 
 use super::reduce::ReduceOp;
 use crate::DType;

@@ -50,8 +50,7 @@ pub(super) trait Lanes {
     fn exchange(&mut self, call: Call, plan: &Plan, lanes: Vec<Lane>) -> Result<(), Fault>;
 }
 
-/// The bytes of a slice for this process: with one thread few enough to stay in its caches, with several enough for each to have
-/// a part.
+/// The bytes of a slice: few enough for the caches of a process with one thread, or enough to share among several threads.
 pub(super) fn default_slice_bytes() -> usize {
     if threads() == 1 { 1 << 20 } else { 4 << 20 }
 }

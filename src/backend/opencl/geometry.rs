@@ -20,8 +20,7 @@ pub(crate) const ROW_BLOCKS: &str = include_str!("../../../kernels/row_blocks.cl
 /// The default work-group size of kernels whose work-items are independent.
 pub(crate) const LOCAL: usize = 64;
 
-/// A work-group size of at most `local` that the driver allows for this kernel. Kernels whose work-items cooperate are compiled for one
-/// size, which is always allowed.
+/// A work-group size of at most `local` that the driver allows for this kernel; always that for which a kernel is compiled.
 pub(crate) fn group_of(kernel: &ClKernel, local: usize) -> usize {
     local.min(kernel.max_work_group())
 }
@@ -43,7 +42,7 @@ pub(crate) fn group_size(device: &ClDevice) -> usize {
     largest_group(device).min(256)
 }
 
-/// The largest power of two that the device allows as a work-group size.
+/// The largest work-group size that is a power of two.
 pub(crate) fn largest_group(device: &ClDevice) -> usize {
     1 << device.info().max_work_group.max(1).ilog2()
 }

@@ -19,7 +19,6 @@ const SERIAL: usize = 1 << 12;
 
 /// What a launch writes.
 enum Stage<'a> {
-    /// The number of nonzero elements of each chunk.
     Count,
     /// A row of indices for each nonzero element, in a tensor of these sizes.
     Rows(&'a [usize]),

@@ -18,7 +18,6 @@ const PER: usize = 4;
 /// The phase of a scan that a launch computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// The complete scan.
     Whole,
     /// The total of every slice.
     Totals,

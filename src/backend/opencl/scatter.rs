@@ -19,9 +19,8 @@ const WRITES: &str = include_str!("../../../kernels/scatter.cl");
 const MIN_ROW: usize = 8;
 /// The most destination rows of a group: the kernel's lists have 64 entries.
 const SPAN: usize = 32;
-/// Neighbouring columns of a group, in the kernel that writes element by element.
+/// In the kernel that writes element by element, the neighbouring columns of a group, and the indices that a work-item reads at a time.
 const SIDE: usize = 4;
-/// Indices that a work-item of that kernel reads at a time.
 const PER: usize = 4;
 /// The most entries of its table in local memory, by which it detects conflicting indices.
 const TAGS: usize = 1 << 12;
@@ -30,7 +29,6 @@ const MAX_HELD_PARTS: usize = 8;
 /// The rounds of conflict resolution after which one work-item writes the remaining elements.
 const ROUNDS: usize = 16;
 
-/// One scatter.
 struct ScatterJob<'a> {
     device: &'static ClDevice,
     g: &'a Indexed<'a>,

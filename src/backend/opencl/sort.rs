@@ -22,7 +22,6 @@ const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
 const SERIAL: usize = 1 << 12;
 /// Elements that a group sorts in local memory by comparisons; with 64-bit keys and 32-bit indices they take 12 KiB.
 const TILE: usize = 1 << 10;
-
 /// The most tiles of a line that are merged: the radix sort is faster for longer lines.
 const MAX_MERGED: usize = 4;
 
@@ -41,7 +40,6 @@ struct Runs {
     at: Tensor,
 }
 
-/// The stage of a launch and its buffers.
 #[derive(Clone, Copy)]
 struct Step<'a> {
     stage: Stage,

@@ -26,8 +26,7 @@ pub(crate) struct FusedAttention<'a> {
 pub(crate) struct AttentionBackward<'a> {
     /// The result of forward, `[batch.., heads, L, V]`.
     pub(crate) out: &'a Tensor,
-    /// The log-sum-exp of each row of scores, `[batch.., heads, L]`, contiguous, in the compute type; -inf for a query that attends
-    /// to no key, NaN where weights are NaN.
+    /// Of each row of scores, `[batch.., heads, L]`, contiguous, in the compute type; -inf without keys, NaN where weights are NaN.
     pub(crate) logsumexp: &'a Tensor,
     /// The result's gradient, shaped as `out`.
     pub(crate) grad: &'a Tensor,

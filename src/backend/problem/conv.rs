@@ -2,8 +2,8 @@
 
 use crate::{Result, Tensor};
 
-/// Kernels that compute a convolution, its transpose and the gradient of its weight in one launch each. Images are the input
-/// `[N, C, image]`, windows the output `[N, O, grid]`, and the weight is `[O, C / groups, kernel]`.
+/// A convolution, its transpose and the gradient of its weight, in one launch each, of images `[N, C, image]`, windows `[N, O, grid]`
+/// (the output of the convolution) and a weight `[O, C / groups, kernel]`.
 pub(crate) trait Convolution: Send + Sync {
     /// The convolution of images.
     fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
@@ -17,7 +17,6 @@ pub(crate) trait Convolution: Send + Sync {
     fn fills(&self, slot: &Tensor) -> bool {
         slot.is_contiguous()
     }
-    /// The gradient of the weight from images and the gradient of windows, or for the transposed convolution the gradient of images
-    /// and windows. It is written to `slot`, where one is given and [`fills`](Self::fills) says so.
+    /// The gradient of the weight from images and windows, one of which is a gradient; in `slot`, if given, which [`fills`](Self::fills) accepts.
     fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor>;
 }

@@ -45,13 +45,11 @@ impl SoftmaxMask {
     }
 }
 
-/// Rows of n elements in three operands.
+/// Rows of n elements in three operands, with the strides from row to row in `strided` and those along a row in `steps`.
 #[derive(Debug)]
 pub(crate) struct SoftmaxRows {
-    /// The dims over which rows are numbered, with each operand's strides from row to row.
     pub(crate) strided: StridedDims,
     pub(crate) n: usize,
-    /// Each operand's stride along a row.
     pub(crate) steps: [isize; 3],
     pub(crate) mask: SoftmaxMask,
 }
