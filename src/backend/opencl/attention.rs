@@ -50,7 +50,7 @@ pub(crate) fn has(a: &FusedAttention) -> Result<bool> {
         && [Entry::Split, Entry::Queries].iter().all(|&entry| Tile::plain(device, a, entry).next().is_some()))
 }
 
-/// Queries, keys, values and mask; without a mask the queries fill its argument.
+/// Queries, keys, values and mask; without a mask the queries are passed for it.
 fn operands<'a>(a: &FusedAttention<'a>) -> [&'a Tensor; 4] {
     [a.q, a.k, a.v, a.mask.unwrap_or(a.q)]
 }

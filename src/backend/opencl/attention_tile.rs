@@ -5,7 +5,7 @@ use crate::backend::problem::attention::FusedAttention;
 use crate::device::opencl::{ClDevice, Knob, MOST_REGISTERS, SM_90A};
 use crate::{DType, Tensor};
 
-/// The widest heads: wider ones fill the local memory with a tile of a few rows.
+/// The widest heads: of wider ones only a few rows would fit in local memory.
 pub(crate) const WIDEST_HEAD: usize = 256;
 
 /// The widest heads on tensor cores, whose gradients stay in registers.

@@ -1,6 +1,6 @@
-//! Which indices kernels have found to be in range already. Each kernel checks those that it uses, and records the first that is out of range for
-//! the next wait, which has to read that record. A kernel that gets the same indices again, of a tensor that has not been changed since, finds
-//! the same: for its sake nothing is read.
+//! Remembers which indices are known to be in range. A kernel checks its indices and records the first that is out of range, and the next wait
+//! has to read that record from the device. Where a kernel gets indices that passed the same check before and were not changed since, the read
+//! is saved.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,46 +8,46 @@ use crate::Tensor;
 use crate::device::capture::is_capturing;
 use crate::device::opencl::{ClDevice, FaultReads};
 
-/// A number that no other check has.
+/// A unique number for a check.
 pub(crate) fn new_number() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
-/// A number for a check of indices that these tell from others, for kernels that no plan is kept of.
+/// A number for a check that these values identify, for kernels without a cached plan.
 pub(crate) fn number_of(parts: impl IntoIterator<Item = u64>) -> u64 {
     let mix = |hash: u64, part: u64| (hash.rotate_left(29) ^ part).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     parts.into_iter().fold(1, mix)
 }
 
-/// Indices that a kernel is about to check: the hash that they are remembered by. It is of before the launch, for another thread may read
-/// what the kernel finds as soon as it runs.
+/// The hash under which indices that a kernel is about to check are remembered. It is computed before the launch, because another thread
+/// may read the kernel's record as soon as it runs.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Unknown(Option<u64>);
 
-/// None where a kernel with a check of this number found all of these indices in range. What a capture records is checked in each replay.
+/// None where indices are known to pass the check of this number. During a capture they never are: each replay checks them.
 pub(crate) fn unknown(device: &ClDevice, index: &Tensor, check: u64) -> Option<Unknown> {
     if is_capturing(index.device()) {
         return Some(Unknown(None));
     }
     let (reads, known) = (device.fault_reads(), index.storage.checked());
     let hash = of(index, check, reads);
-    // Later by less than half of what the low bits count.
+    // A read without faults began after the launch. The low bits are compared modulo 2^16.
     let is_known = known & !BEGUN == hash && (reads.clean.wrapping_sub(known) as u16 as i16) > 0;
     (!is_known).then_some(Unknown(Some(hash)))
 }
 
-/// Notes that the kernel was launched, so that the next read that finds no fault makes the indices known.
+/// Notes that the kernel was launched: the next read without faults makes the indices known.
 pub(crate) fn launched(device: &ClDevice, index: &Tensor, unknown: Unknown) {
     if let Unknown(Some(hash)) = unknown {
         index.storage.set_checked(hash | device.fault_reads().begun & BEGUN);
     }
 }
 
-/// The bits that say how many reads had begun when the kernel was launched.
+/// The bits for the number of reads that had begun when the kernel was launched.
 const BEGUN: u64 = u16::MAX as u64;
 
-/// The other bits: those of a hash of all that another outcome could come from.
+/// The other bits: a hash of everything that the outcome of the check depends on.
 fn of(index: &Tensor, check: u64, reads: FaultReads) -> u64 {
     let (version, offset, dtype) = (index.storage.version(), index.layout.offset as u64, index.dtype as u64);
     let hash = number_of([check, version, offset, dtype, reads.slot, reads.found]);

@@ -1,4 +1,4 @@
-//! Convolutions whose groups have one channel of the image each, without columns: `kernels/depthwise.cl`.
+//! Depthwise convolutions, whose groups have one input channel each, without im2col: `kernels/depthwise.cl`.
 
 use std::sync::Arc;
 
@@ -20,22 +20,22 @@ use crate::{MemoryFormat, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/depthwise.cl");
 
-/// Elements of a row that the taps of a work-item's neighbours read at most.
+/// The most elements of a row that a work-item reads for its outputs.
 const LINE: usize = 32;
-/// Taps whose sums a work-item keeps.
+/// The most taps of a filter: for the gradient of the weight a work-item has a sum for each.
 const TAPS: usize = 64;
-/// Items of work that occupy a compute unit.
+/// Work-items that occupy a compute unit.
 const BUSY: usize = 2048;
 
-/// The convolution of some windows.
 pub(crate) struct Depthwise {
     windows: Windows,
-    /// Channels of the image.
+    /// The channels of the image.
     inner: usize,
+    /// The outputs of a row that a work-item computes, where they are not loaded as vectors.
     per: usize,
 }
 
-/// How many neighbours a work-item has, how many it loads and stores at once, and how many it loads before the first that it needs.
+/// The outputs of a row that a work-item computes, the width of its loads and stores, and the elements that the first load skips.
 #[derive(Debug, Clone, Copy)]
 struct Row {
     per: usize,
@@ -53,7 +53,7 @@ enum Made {
 }
 
 impl Depthwise {
-    /// None for groups of several channels, for windows of which a work-item cannot keep what it needs, and where there is nothing.
+    /// None for groups of several channels, for filters that are too large for a work-item's registers, and for empty tensors.
     pub(crate) fn new(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize) -> Option<Depthwise> {
         let [_, of_group, kh, kw] = four(weight);
         let line = |per: usize| (per - 1) * windows.stride[1] + (kw - 1) * windows.dilation[1] + 1;
@@ -70,7 +70,7 @@ impl Depthwise {
         Some(Depthwise { windows, inner: groups, per })
     }
 
-    /// Halves travel eight or four at once where all rows of both tensors are so many times as long, contiguous and so aligned.
+    /// f16 and bf16 are loaded in vectors of eight or four where the rows of all tensors are contiguous, aligned and multiples of that.
     fn row(&self, device: &ClDevice, made: Made, from: &[&Tensor]) -> Row {
         let Windows { image, grid, kernel: [_, kw], stride: [_, sw], padding: [_, pad], dilation: [_, dw], .. } =
             self.windows;
@@ -116,7 +116,7 @@ impl Depthwise {
         })
     }
 
-    /// Sizes and strides as the template has them; what is not read has the strides of what is.
+    /// The words of the kernels' struct: sizes, and the strides of x, y and the weight.
     fn words(&self, channels: usize, x: &Tensor, y: &Tensor, weight: &Tensor) -> SmallVec<[i64; 20]> {
         let Windows { image, grid, padding, .. } = self.windows;
         let sizes = [image, grid, padding].into_iter().flatten().chain([channels, channels / self.inner]);
@@ -152,7 +152,7 @@ impl Depthwise {
         launch_free(device, &kernel, &args, count)
     }
 
-    /// The weight's gradient from the sums of its parts.
+    /// Adds up the partial sums of the weight's gradient.
     fn launch_sum(&self, device: &'static ClDevice, sums: &Tensor, parts: usize, out: &Tensor) -> Result<()> {
         let (from, to) = (sums.device_view()?, out.device_view()?);
         let args = arguments(&[&from, &to], [Arg::U64(out.numel() as u64), Arg::U64(parts as u64)]);
@@ -160,7 +160,7 @@ impl Depthwise {
         launch_free(device, &kernel, &args, out.numel())
     }
 
-    /// Windows of images, or images of windows.
+    /// The convolution of images, or the transposed convolution of windows.
     fn gather(&self, made: Made, from: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let ([n, ..], [outer, ..]) = (four(from), four(weight));
         let (channels, [rows, columns]) = match made {
@@ -177,8 +177,8 @@ fn is_channels_last(t: &Tensor) -> bool {
     t.memory_format() == MemoryFormat::ChannelsLast
 }
 
-/// Of a channels-last tensor what `f` makes of a copy whose planes are whole, in the tensor's format: two copies through local memory are
-/// faster than neighbours that are a row of channels apart.
+/// Calls `f` with a contiguous copy of a channels-last tensor and gives its result as channels-last: two copies through local memory
+/// take less time than strided loads along rows.
 fn in_planes(t: &Tensor, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     match is_channels_last(t) {
         true => f(&t.detach().contiguous()?)?.to_memory_format(MemoryFormat::ChannelsLast),
@@ -209,7 +209,7 @@ impl Convolution for Depthwise {
             Some(slot) => slot,
             None => Tensor::empty_like_shape([channels, 1, kh, kw], x.dtype, x.device())?,
         };
-        // A processor's work-items work alone, and are as many as there are channels and parts.
+        // On a processor a single work-item computes a part of a channel's sums.
         let group = if device.info().kind == DeviceKind::Cpu { 1 } else { group_size(device) };
         let row = self.row(device, Made::Weight { group }, &[x, y]);
         let count = n * rows * columns.div_ceil(row.per);

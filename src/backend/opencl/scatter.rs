@@ -176,8 +176,8 @@ impl ScatterJob<'_> {
         let (size, info) = (self.g.size, self.device.info());
         let strided = StridedDims::new(&self.shape, self.strides.iter().map(|s| &s[..]));
         // Where the source or the index is contiguous across columns, a group reads neighbouring columns together.
-        let side_by_side = |k: usize| strided.strides[k].last() == Some(&1) && self.steps[k] != 1;
-        let side = if side_by_side(0) || side_by_side(1) { SIDE } else { 1 };
+        let contiguous_across = |k: usize| strided.strides[k].last() == Some(&1) && self.steps[k] != 1;
+        let side = if contiguous_across(0) || contiguous_across(1) { SIDE } else { 1 };
         let tiles = self.shape.numel().div_ceil(side);
         let capacity = info.local_memory.saturating_sub(2 * PER * self.group + 64) / (4 + self.target.dtype.size());
         let most = TAGS.min(1 << capacity.max(side).ilog2());

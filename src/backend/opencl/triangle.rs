@@ -1,4 +1,4 @@
-//! Triangles of matrices on OpenCL: `kernels/triangle.cl`.
+//! Triangular matrices (`tril`, `triu`) on OpenCL: `kernels/triangle.cl`.
 
 use crate::backend::opencl::geometry::{
     STRIDED_DIMS, arguments, bits_type, index_type, is_wide, launch_free, vector_width,
@@ -9,8 +9,8 @@ use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/triangle.cl");
 
-/// A copy of matrices of one element at least, with zeros where column - row is in `from..to`: one launch, and one more
-/// where `x` is not contiguous.
+/// A copy of matrices, which are not empty, with zeros where column - row is in `from..to`: one launch, and another one for a copy of `x`
+/// if it is not contiguous.
 pub(crate) fn zeroed(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
     let (device, x) = (x.cl_device()?, x.detach().contiguous()?);
     let [.., rows, columns] = *x.shape().dims() else { unreachable!("two dimensions at least") };
@@ -23,7 +23,7 @@ pub(crate) fn zeroed(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
         let (t, idx, int) = (bits_type(size), index_type(wide), if wide { "long" } else { "int" });
         format!("#define T {t}\n#define VEC {width}\n#define IDX {idx}\n#define INT {int}\n{STRIDED_DIMS}{TEMPLATE}")
     })?;
-    // No diagonal is further out than these.
+    // Clamped to the diagonals that the matrices have.
     let diagonal = |d: isize| Arg::I64(d.clamp(-(rows as isize), columns as isize) as i64);
     let size = |n: usize| Arg::U64(n as u64);
     let (read, written) = (x.device_view()?, out.device_view()?);

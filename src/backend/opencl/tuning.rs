@@ -1,4 +1,4 @@
-//! What the parameters of OpenCL kernels are measured with. Their table is in `device::opencl::tuning`.
+//! The workloads that tuning parameters of OpenCL kernels are measured with. The table of parameters is in `device::opencl::tuning`.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use crate::backend::opencl::geometry::group_size;
 use crate::backend::problem::tuning::{Choice, Level, Parameter, Tuning, Workload};
 use crate::device::opencl::{ClDevice, Knob, PARAMETERS, Tunable};
 
-/// The rows of the table that the device's kernels have.
+/// The rows of the table for the device's family.
 fn rows(cl: &ClDevice) -> impl Iterator<Item = &'static Tunable> {
     let family = cl.family();
     PARAMETERS.iter().filter(move |row| row.families.contains(&family))
@@ -80,7 +80,7 @@ impl Tuning for &'static ClDevice {
     }
 }
 
-/// What the choices are timed with.
+/// The workload that a parameter's choices are timed with.
 fn large(knob: Knob) -> Workload {
     match knob {
         Knob::MapGroup => Workload::Sum(1 << 22),
@@ -94,7 +94,7 @@ fn large(knob: Knob) -> Workload {
         Knob::PoolingImages => Workload::Pooling([16, 32, 64]),
         Knob::ProductImages => Workload::Product([512; 3], [false; 2], DType::F32),
         Knob::ElementwiseImages => Workload::Added([16, 32, 64]),
-        // Less deep than tensor cores take.
+        // With so small a k that tensor cores are not used.
         Knob::Tile => Workload::Product([2048, 2048, 64], [false; 2], DType::F32),
         Knob::MmaColumns => Workload::Product([1024, 2048, 1024], [false; 2], DType::F16),
         Knob::ThinGroups => Workload::Product([1, 4096, 4096], [false, true], DType::F32),
@@ -104,11 +104,11 @@ fn large(knob: Knob) -> Workload {
     }
 }
 
-/// Sizes around the edges that the parameter makes with its present value.
+/// Workloads with sizes around the multiples of the parameter's current value.
 fn edges(cl: &ClDevice, knob: Knob) -> Vec<Workload> {
     let value = cl.tuned(knob);
     match knob {
-        // Four elements a work-item.
+        // A work-item computes four elements.
         Knob::MapGroup => [1, value, 4 * value - 1, 4 * value, 4 * value + 1].map(Workload::Sum).into(),
         Knob::MapLoads => [1, 255 * value, 256 * value, 256 * value + 1].map(Workload::Shifted).into(),
         Knob::TransposeTile | Knob::TransposeLine => {
@@ -140,8 +140,8 @@ fn edges(cl: &ClDevice, knob: Knob) -> Vec<Workload> {
         Knob::ElementwiseImages => [[1, 1, 1], [2, 3, 5], [1, 4, 4], [3, 9, 7]].map(Workload::Added).into(),
         Knob::Tile => {
             let sizes = [[value, value, 32], [value - 1, value + 1, 33], [2 * value + 1, value, 65]];
-            let turns = [[false, false], [true, true]];
-            sizes.into_iter().flat_map(|s| turns.map(|t| Workload::Product(s, t, DType::F32))).collect()
+            let transposed = [[false, false], [true, true]];
+            sizes.into_iter().flat_map(|s| transposed.map(|t| Workload::Product(s, t, DType::F32))).collect()
         }
         Knob::MmaColumns => {
             let sizes = [[128, value, 64], [127, value + 1, 72], [65, 2 * value - 1, 1024]];
@@ -156,7 +156,7 @@ fn edges(cl: &ClDevice, knob: Knob) -> Vec<Workload> {
                 .collect()
         }
         Knob::AttentionRows => {
-            // Tensor cores take no heads of more than 128 elements.
+            // Heads of more than 128 elements are not computed on tensor cores.
             let sizes = [[1, value - 1, 32], [2, value, 160], [3, value + 1, 33], [1, 2 * value + 1, 256]];
             sizes.map(Workload::Attention).into()
         }

@@ -18,7 +18,10 @@ impl Samples {
     pub(crate) fn new(op: &'static str, mode: Interpolation, from: usize, to: usize) -> Result<Samples> {
         // The numbers below are at most twice this product.
         if (from as u128 + 1) * (to as u128 + 1) > (i64::MAX / 2) as u128 {
-            return Err(Error::invalid(op, format!("there is no room for {to} elements in place of {from}")));
+            return Err(Error::invalid(
+                op,
+                format!("sizes {from} and {to} are too large to interpolate between: take smaller ones"),
+            ));
         }
         let (n, m) = (from as i64, to as i64);
         let (scale, shift, unit) = match mode {

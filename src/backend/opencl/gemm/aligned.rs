@@ -92,8 +92,8 @@ mod tests {
         }
     }
 
-    /// Odd numbers of columns, on either side, transposed, from an odd element on, and the same matrix for a whole batch: copies begin well
-    /// and hold the same, and products with them are those of the CPU.
+    /// With odd numbers of columns, transposed matrices, odd offsets and broadcast matrices, copies are aligned and equal, and products with
+    /// them are those of the CPU.
     #[test]
     fn copies_of_matrices() {
         if opencl::count() == 0 {
@@ -127,7 +127,7 @@ mod tests {
         let got = run(Device::OpenCL(0));
         PRETEND_GPU.set(false);
         assert!(got == run(Device::Cpu));
-        // Too small to be worth it.
+        // A product that is too small for copies.
         let t = whole([65, 65], DType::BF16, Device::OpenCL(0));
         let small = Gemm::plain("test", &t, &t, std::slice::from_ref(&PRODUCT), &DType::F32);
         PRETEND_GPU.set(true);

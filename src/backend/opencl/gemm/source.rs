@@ -1,4 +1,4 @@
-//! The source of a product's kernel: `kernels/gemm.cl` and the definitions in front of it.
+//! The source of a product's kernel: `kernels/gemm.cl` and the definitions before it.
 
 use std::fmt::Write;
 
@@ -12,24 +12,24 @@ use crate::{Compute, DType};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/gemm.cl");
 
-/// Whether the epilogue leaves the product as it is.
+/// Whether the epilogue is the product itself.
 fn is_product(program: &Program) -> bool {
     program.exprs() == [Expr::input(0)]
 }
 
-/// What a kernel is made for, besides types.
+/// What a kernel is compiled for, besides types.
 pub(super) struct Extent {
-    /// Dimensions before the last two.
+    /// The number of batch dimensions.
     pub(super) batch: usize,
-    /// Results; the other operands are extras.
+    /// The number of results; the other operands are extras.
     pub(super) outs: usize,
     pub(super) sums: bool,
     pub(super) parts: bool,
-    /// Results that are stored at once.
+    /// The results that are stored at once.
     pub(super) wide: usize,
 }
 
-/// What comes before the template: types, sizes, and the epilogue with its operands.
+/// The kernel's source: the definitions of types, sizes, and the epilogue with its operands, followed by the template.
 pub(super) fn source(
     program: &Program,
     compute: Compute,
@@ -61,7 +61,7 @@ pub(super) fn source(
     for (i, t) in others.iter().enumerate() {
         let at = first + i * step;
         let constant = if i < outs { "" } else { "const " };
-        // No result shares elements with another operand: loads of the next element need not wait for a store.
+        // No result overlaps another operand, so with `restrict` the next loads need not wait for a store.
         let _ = write!(operands, ", {constant}__global {t}_t* restrict p{i}");
         let _ = write!(starts, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
         let row = format!("at{i} + (i) * p.v[{}]", at + 1);

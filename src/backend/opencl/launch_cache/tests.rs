@@ -101,7 +101,7 @@ fn buffers<R>(f: impl FnOnce() -> R) -> R {
 fn repeated_calls_are_prepared_once() {
     let _alone = alone();
     for device in devices() {
-        // A thread of its own, whose table has room for all.
+        // A new thread, whose cache is empty.
         let rounds = std::thread::spawn(move || {
             buffers(|| {
                 let (right, operands) = (Operands::new(Device::Cpu).unwrap(), Operands::new(device).unwrap());
