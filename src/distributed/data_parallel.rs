@@ -31,7 +31,7 @@ impl Default for DataParallelOptions {
     }
 }
 
-/// A module that every rank replicates and trains with its share of the batch (PyTorch's `DistributedDataParallel`). Backward
+/// A module that is replicated on every rank and trained with the rank's share of the batch (PyTorch's `DistributedDataParallel`). Backward
 /// leaves the mean of all ranks' gradients in [`Tensor::grad`], so that the ranks' optimisers take the same steps.
 ///
 /// [`new`](Self::new) broadcasts the parameters and buffers of rank 0. Gradients are reduced in buckets, those of the last layers
@@ -225,12 +225,12 @@ pub(super) struct Reducer {
 struct Pass {
     /// The gradients that it has computed.
     gradients: Vec<Option<Tensor>>,
-    /// The collectives of the first buckets.
+    /// The collectives of the buckets that were sent, in their order.
     sent: Vec<Sent>,
 }
 
 impl Pass {
-    /// Makes space for the gradients; whether the pass begins with this.
+    /// Makes space for the gradients if the pass has none, and returns whether that was so.
     fn begin(&mut self, parameters: usize) -> bool {
         let begins = self.gradients.is_empty();
         self.gradients.resize_with(parameters, || None);
@@ -286,7 +286,7 @@ impl Reducer {
         }
     }
 
-    /// Has gradients reduced to the shards of an optimiser from now on.
+    /// From now on gradients are reduced to these shards.
     pub fn set_shards(&self, shards: &Arc<Shards>) {
         *self.shards.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(shards);
     }

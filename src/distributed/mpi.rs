@@ -85,7 +85,7 @@ pub(super) fn engine(op: &'static str, timeout: Duration) -> Result<Arc<Engine>>
     Ok(Arc::clone(engine.insert(made)))
 }
 
-/// Shutdown the engine when the process exits; calls of groups that still exist fail from then on.
+/// Ends the engine when the process exits; calls of groups that still exist fail from then on.
 extern "C" fn end() {
     if let Some(engine) = locked(&ENGINE).take() {
         engine.end();

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_expected_is_told() {
+    fn mismatched_messages_are_errors() {
         let [a, b] = two();
         assert!(a.send(1, 0, 3, &[0; 16], &mut Progress::default()));
         let receive = |context, bytes: &mut [u8]| b.receive(0, 0, context, bytes, &mut Progress::default());

@@ -8,7 +8,7 @@ use crate::backend::problem::sequence::Sequence;
 use crate::layout::Layout;
 use crate::{DType, Expr, Result, Shape, Tensor};
 
-/// The numbers that a launch writes: as many as a kernel can have as arguments on every device.
+/// The numbers that a launch writes: on every device a kernel can have that many arguments.
 const AT_ONCE: usize = 24;
 /// The fewest numbers for which two launches are faster than copies.
 const FEWEST: usize = 4;

@@ -20,7 +20,8 @@ use crate::{Compute, DType, Result, Scalar, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/reduce.cl");
 
-/// The stage of a reduction. Only those of argmax differ from whole reductions, by the pairs of value and index that they pass on.
+/// The stage of a reduction. First and Second are the two launches of argmax, which pass on pairs of value and index; other reductions
+/// use Whole for both.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Whole,

@@ -23,8 +23,8 @@ const AHEAD: usize = 8;
 /// The largest k; for larger ones lines are sorted.
 const MOST: usize = 512;
 
-/// What is selected from each line.
-enum What {
+/// The selection from each line.
+enum Query {
     /// The first k in order, from up to `hold` candidates in local memory.
     First {
         k: usize,
@@ -43,7 +43,7 @@ pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
     }
     let made = Selected::empty(x, with(x, d, k))?;
     // Sorting a hundred candidates takes no longer than sorting fewer.
-    let what = What::First { k, descending, hold: (4 * k).next_power_of_two().clamp(128, 2 * MOST) };
+    let query = Query::First { k, descending, hold: (4 * k).next_power_of_two().clamp(128, 2 * MOST) };
     let units = device.info().compute_units.max(1);
     let inner = lines.inner;
     // Where lines are few they are cut into slices: a launch selects the first k of each slice, and the next one selects from those.
@@ -54,11 +54,11 @@ pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
         let slices = if lines.count >= 4 * units { 1 } else { (8 * units).div_ceil(lines.count).min(most).max(1) };
         let from = of.as_ref().map(|of| &of.indices);
         if slices == 1 {
-            launch(device, &what, x, from, &lines, inner, 1, &made)?;
+            launch(device, &query, x, from, &lines, inner, 1, &made)?;
             return Ok(Some(made));
         }
         let part = Selected::empty(x, Dims::from_slice(&[lines.count, slices * k]))?;
-        launch(device, &what, x, from, &lines, 1, slices, &part)?;
+        launch(device, &query, x, from, &lines, 1, slices, &part)?;
         lines = Lines::new(&part.indices, 1);
         of = Some(part);
     }
@@ -73,7 +73,7 @@ pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>> {
         return Ok(None);
     }
     let made = Selected::empty(x, with(x, d, 1))?;
-    launch(device, &What::Nth(nth), x, None, &lines, lines.inner, 1, &made)?;
+    launch(device, &Query::Nth(nth), x, None, &lines, lines.inner, 1, &made)?;
     Ok(Some(made))
 }
 
@@ -82,10 +82,10 @@ fn serves(device: &ClDevice, lines: &Lines) -> bool {
 }
 
 /// Launches the selection. `from` has the indices of the elements of `x`, where these are not their positions in the line.
-#[expect(clippy::too_many_arguments, reason = "what a launch is made of")]
+#[expect(clippy::too_many_arguments, reason = "the parts of a launch")]
 fn launch(
     device: &'static ClDevice,
-    what: &What,
+    query: &Query,
     x: &Tensor,
     from: Option<&Tensor>,
     lines: &Lines,
@@ -99,10 +99,10 @@ fn launch(
     let per = share.div_ceil(group).next_power_of_two();
     let index_dtype = if is_wide([n]) { DType::I64 } else { DType::U32 };
     let wide = is_wide([lines.count * n + group * RESIDENT, lines.count * slices * group]);
-    let resident = matches!(what, What::Nth(_)) && per <= RESIDENT;
-    let (top, per, descending, cap, k, rule) = match *what {
-        What::First { k, descending, hold } => (true, per.min(PER), descending, hold.max(group), k, hold as u32),
-        What::Nth(nth) => {
+    let resident = matches!(query, Query::Nth(_)) && per <= RESIDENT;
+    let (top, per, descending, cap, k, rule) = match *query {
+        Query::First { k, descending, hold } => (true, per.min(PER), descending, hold.max(group), k, hold as u32),
+        Query::Nth(nth) => {
             let (k, rule) = nth.rule();
             (false, if resident { per } else { AHEAD }, false, 0, k, rule)
         }

@@ -1,4 +1,4 @@
-//! What is looked up and what is not, by counting what was prepared; that results are right either way.
+//! Counts which launches are planned and which are found in the cache, and checks that results are right in both cases.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 
