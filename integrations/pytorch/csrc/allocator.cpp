@@ -246,7 +246,11 @@ TensorHandle bytes(const at::TensorBase& tensor, size_t offset, size_t length) {
 }
 
 at::Tensor wrap(const TensorHandle& tensor) {
-    const auto [what, sizes, strides] = info(tensor);
+    return wrap(tensor, info(tensor));
+}
+
+at::Tensor wrap(const TensorHandle& tensor, const Info& known) {
+    const auto& [what, sizes, strides] = known;
     const size_t nbytes = what.storage_nbytes;
     auto* block = new Block(what.device, nbytes);
     block->replace(storage_of(tensor));

@@ -208,12 +208,14 @@ c10::IValue returned(const Value& value, const c10::Argument& wanted, const Scop
             return at::Tensor();
         }
         auto result = value.is_number() ? tensor_of(value, scope) : std::get<TensorHandle>(value);
+        auto known = info(result);
         // PyTorch has no negative strides, and operators that are no views give storages of their own.
-        const auto strides = info(result).strides;
-        if (std::any_of(strides.begin(), strides.end(), [](int64_t stride) { return stride < 0; })) {
-            result = contiguous(result);
+        const bool turned = std::any_of(known.strides.begin(), known.strides.end(), [](int64_t stride) { return stride < 0; });
+        if (turned || shares_with_arguments(result, scope, arguments)) {
+            result = turned ? contiguous(result) : cloned(result);
+            known = info(result);
         }
-        return wrap(shares_with_arguments(result, scope, arguments) ? cloned(result) : result);
+        return wrap(result, known);
     }
     if (const auto* tensor = value.as<TensorHandle>()) { // `equal` and the like give a bool
         const auto item = to_host(wrap(*tensor)).item();

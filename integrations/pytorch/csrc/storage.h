@@ -48,8 +48,6 @@ bool is_ours(const at::TensorBase& tensor);
 TensorHandle handle(const at::TensorBase& tensor);
 // The bytes of a tensor's storage from `offset` on as a tensor of u8.
 TensorHandle bytes(const at::TensorBase& tensor, size_t offset, size_t length);
-// A tensor for PyTorch of what claystone computed.
-at::Tensor wrap(const TensorHandle& tensor);
 // Puts the storage of `result` in the place of that of `target`, if the latter is all of its storage and lies as the result does.
 bool adopt(const at::TensorBase& target, const TensorHandle& result);
 
@@ -59,6 +57,9 @@ struct Info {
     bool is_contiguous() const;
 };
 Info info(const TensorHandle& tensor);
+// A tensor for PyTorch of what claystone computed; with what `info` says of it, where that is known already.
+at::Tensor wrap(const TensorHandle& tensor);
+at::Tensor wrap(const TensorHandle& tensor, const Info& known);
 bool share_storage(const TensorHandle& a, const TensorHandle& b);
 
 std::string take(ClaystoneBytes bytes);

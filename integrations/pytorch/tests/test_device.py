@@ -201,6 +201,26 @@ class Programs(unittest.TestCase):
             self.assertEqual((result.shape, result.device.type), ((2, 2), place))
             self.assertTrue(all(a is b for a, b in zip(weights, module.parameters(), strict=True)))
 
+    def test_transformers_in_evaluation(self):
+        # PyTorch has operators for these alone, and would make nested tensors of the masks.
+        x, causal = torch.randn(3, 5, 16), torch.nn.Transformer.generate_square_subsequent_mask(5)
+        hidden = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 0, 0, 0]], dtype=torch.bool)
+        for norm_first, activation, layers in (False, "relu", 2), (True, "gelu", 2), (False, "gelu", 1):
+            layer = torch.nn.TransformerEncoderLayer(16, 2, 32, activation=activation, norm_first=norm_first, batch_first=True)
+            encoder = torch.nn.TransformerEncoder(layer, layers).eval()
+            attention = layer.self_attn.eval()
+            ours = copy.deepcopy(encoder).to(DEVICE), copy.deepcopy(attention).to(DEVICE)
+            for mask, padding in (None, None), (causal, None), (None, hidden), (causal.isinf(), hidden):
+                on_device = [None if t is None else t.to(DEVICE) for t in (x, mask, padding)]
+                with torch.no_grad():
+                    want = [encoder(x, mask=mask, src_key_padding_mask=padding), *attention(x, x, x, padding, attn_mask=mask)]
+                    x_, mask_, padding_ = on_device
+                    made = [ours[0](x_, mask=mask_, src_key_padding_mask=padding_), *ours[1](x_, x_, x_, padding_, attn_mask=mask_)]
+                seen = torch.ones(3, 5, dtype=torch.bool) if padding is None else ~padding
+                for a, b in zip(want, made): # the CPU has zeros where all is padding
+                    torch.testing.assert_close(b.cpu()[seen], a[seen], rtol=1e-4, atol=1e-4)
+        self.assertFalse({"_transformer_encoder_layer_fwd", "_native_multi_head_attention"} & set(claystone_torch.fallbacks()))
+
     def test_autocast(self):
         layer = torch.nn.Linear(4, 4).to(DEVICE)
         with torch.autocast(DEVICE, dtype=torch.bfloat16):

@@ -3,7 +3,7 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::problem::norm::{View, unbind};
+use crate::backend::problem::norm::View;
 use crate::ops::dispatch::args::Args;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
@@ -29,8 +29,9 @@ fn forward(
     let (out, statistics) = (view.result(x)?, view.statistics(x)?);
     let (dims, rms) = (view.weighted_of(x), false);
     Norm { op, view: &view, weight, bias, dims, eps, rms, rstd }.forward(x, &out, &statistics)?;
-    let [mean, spread] = unbind(op, &statistics)?;
-    Ok((out, mean.reshape(shape)?, spread.reshape(shape)?))
+    let part = |offset| statistics.with_layout(Layout { offset, ..Layout::contiguous(shape.into()) });
+    let (mean, spread) = (part(0), part(statistics.numel() / 2));
+    Ok((out, mean, spread))
 }
 
 /// Whether weights are wider than the input: then all is computed in their dtype.
