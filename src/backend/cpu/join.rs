@@ -4,6 +4,7 @@ use bytemuck::Pod;
 use smallvec::SmallVec;
 
 use crate::backend::cpu::partition::step;
+use crate::backend::problem::lines::row_step;
 use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::device::cpu::{copy, parallel};
 use crate::storage::{Storage, with_host};
@@ -40,24 +41,6 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> 
     })?;
     out.storage.filled();
     Ok(true)
-}
-
-/// How far it is from each row to the next, where a row is all from dimension `d` on and lies in one piece.
-fn row_step(t: &Tensor, d: usize) -> Option<isize> {
-    let steps = t.shape().dims().iter().zip(t.strides()).enumerate().rev().filter(|(_, (size, _))| **size != 1);
-    let mut within = 1;
-    // The step, and how far it is to what comes after all rows so far.
-    let mut rows: Option<(isize, isize)> = None;
-    for (i, (&size, &stride)) in steps {
-        let n = size as isize;
-        match rows {
-            _ if i >= d && stride == within => within *= n,
-            None if i < d => rows = Some((stride, stride * n)),
-            Some((step, end)) if stride == end => rows = Some((step, end * n)),
-            _ => return None,
-        }
-    }
-    rows.map(|(step, _)| step)
 }
 
 /// A tensor's elements as rows of one length, evenly apart. In bytes.

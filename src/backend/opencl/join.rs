@@ -1,49 +1,84 @@
-//! Concatenation of many tensors of one element, such as norms, on OpenCL. Larger tensors are copied one by one.
+//! Concatenation on OpenCL in one launch: `kernels/join.cl`.
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::{map, sequence};
-use crate::backend::problem::map::{Formulas, Params};
-use crate::backend::problem::sequence::Sequence;
-use crate::layout::Layout;
-use crate::{DType, Expr, Result, Shape, Tensor};
+use crate::backend::opencl::geometry::{LOCAL, WIDEST, bits_type, free_group, index_type, is_wide};
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_cache::{self, Key, OpKind};
+use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
+use crate::backend::problem::lines::row_step;
+use crate::backend::problem::map::Params;
+use crate::{Result, Tensor};
 
-/// The numbers that a launch writes: on every device a kernel can have that many arguments.
+const TEMPLATE: &str = include_str!("../../../kernels/join.cl");
+
+/// Tensors that a launch reads: as many as kernels take on every device.
 const AT_ONCE: usize = 24;
-/// The fewest numbers for which two launches are faster than copies.
-const FEWEST: usize = 4;
+/// Bytes of the largest result; of larger ones copies of each tensor are faster.
+const LARGE: usize = 8 << 20;
 
-/// Writes tensors of one element to `out`, which is new and contiguous; declines larger ones.
-pub(crate) fn join(out: &Tensor, tensors: &[&Tensor]) -> Result<bool> {
-    let is_number = |t: &&Tensor| t.numel() == 1 && t.dtype == out.dtype;
-    if tensors.len() < FEWEST || !out.dtype.is_float() || !tensors.iter().all(is_number) {
+/// A tensor as rows, each of which is contiguous: the step between them, and the first column of the result that they are.
+/// In elements.
+struct Rows {
+    step: isize,
+    start: usize,
+}
+
+/// Fills `out`, new and contiguous, with tensors that are next to each other along dim `d`; gives whether it could.
+pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> {
+    let columns: usize = out.shape().dims()[d..].iter().product();
+    let outer = out.numel() / columns.max(1);
+    let tensors: SmallVec<[&Tensor; AT_ONCE]> = tensors.iter().copied().filter(|t| t.numel() > 0).collect();
+    let size = out.dtype.size();
+    if tensors.len() < 2 || out.numel() * size > LARGE || tensors.iter().any(|t| t.dtype != out.dtype) {
         return Ok(false);
     }
-    let positions = Tensor::empty_like_shape(&[AT_ONCE], DType::F32, out.device())?;
-    if !sequence::run(Sequence::Int { start: 0, step: 1 }, &positions)? {
-        return Ok(false);
-    }
-    let number = |t: &Tensor| {
-        let mut layout = Layout::contiguous(Shape::default());
-        layout.offset = t.layout.offset;
-        t.with_layout(layout)
-    };
-    let stretch = |t: &Tensor, start: usize, n: usize| {
-        let mut layout = Layout::contiguous(Shape::from(n));
-        layout.offset = t.layout.offset + start;
-        t.with_layout(layout)
-    };
-    for (i, some) in tensors.chunks(AT_ONCE).enumerate() {
-        // The last launch uses the same kernel, so its missing inputs are the first number again.
-        let padding = std::iter::repeat_n(&some[0], AT_ONCE - some.len());
-        let numbers: SmallVec<[Tensor; AT_ONCE]> = some.iter().chain(padding).map(|t| number(t)).collect();
-        let (positions, target) = (stretch(&positions, 0, some.len()), stretch(out, i * AT_ONCE, some.len()));
-        let inputs: SmallVec<[&Tensor; AT_ONCE]> = std::iter::once(&positions).chain(&numbers).collect();
-        let pick = (1..AT_ONCE)
-            .rev()
-            .fold(Expr::input(AT_ONCE), |rest, at| Expr::input(0).eq((at - 1) as f64).select(Expr::input(at), rest));
-        let params = Params::default();
-        map::run(&Formulas { op: "cat", inputs: &inputs, params, exprs: &[pick], outputs: &[&target] })?;
+    let mut start = 0;
+    let rows = tensors.iter().map(|t| {
+        start += t.numel() / outer;
+        row_step(t, d).map(|step| Rows { step, start: start - t.numel() / outer })
+    });
+    let Some(rows) = rows.collect::<Option<SmallVec<[Rows; AT_ONCE]>>>() else { return Ok(false) };
+    // The most bytes, up to 16, that all offsets are multiples of.
+    let offsets = rows.iter().zip(&tensors).map(|(rows, t)| rows.step.unsigned_abs() | rows.start | t.layout.offset);
+    let all = offsets.fold(columns | out.layout.offset, |all, offset| all | offset) * size | WIDEST;
+    let unit = 1 << all.trailing_zeros();
+    for (rows, tensors) in rows.chunks(AT_ONCE).zip(tensors.chunks(AT_ONCE)) {
+        let numbers = [outer, columns, rows[0].start, unit].map(|n| n as u64);
+        let list: SmallVec<[&Tensor; AT_ONCE]> = [out].into_iter().chain(tensors.iter().copied()).collect();
+        let key = Key { of: OpKind::Join, device: out.device(), numbers: &numbers, exprs: &[], tensors: &list };
+        let prepare = || prepare(&list, rows, [outer, columns], unit);
+        launch_cache::launch(&key, Params::default(), prepare)?;
     }
     Ok(true)
+}
+
+/// The launch for the result and the tensors of some of its columns, which are moved in units of so many bytes.
+fn prepare(list: &[&Tensor], rows: &[Rows], [outer, columns]: [usize; 2], unit: usize) -> Result<LaunchPlan> {
+    let (out, device) = (list[0], list[0].cl_device()?);
+    let units = unit / out.dtype.size();
+    let end = rows[rows.len() - 1].start + list[rows.len()].numel() / outer;
+    let (first, width) = (rows[0].start, (end - rows[0].start) / units);
+    // Kernels for 2, 4, 8.. tensors serve fewer: those beyond begin where no column is.
+    let (count, wide) = (rows.len().next_power_of_two().min(AT_ONCE), is_wide([out.numel()]));
+    let params = [unit, count, wide.into()].map(|n| n as u64);
+    let kernel = kernel(device, KernelKey::new("join", &params), "join", || {
+        let inputs: String = (0..count).map(|k| format!(", __global const T *x{k}, ulong x{k}_at")).collect();
+        let choose: String = (1..count).map(|k| format!("CHOOSE({k}) ")).collect();
+        let (t, idx) = (bits_type(unit), index_type(wide));
+        format!(
+            "#define T {t}\n#define IDX {idx}\n#define COUNT {count}\n#define INPUTS {inputs}\n#define CHOOSE_ALL {choose}\n{TEMPLATE}"
+        )
+    })?;
+    let items = outer * width;
+    let local = free_group(device, &kernel, items, LOCAL);
+    let mut launch = KernelLaunch::new(kernel, items, local);
+    let in_units = |n: usize| (n / units) as i64;
+    let steps = rows.iter().flat_map(|r| [in_units(r.start - first), (r.step / units as isize) as i64]);
+    let beyond = std::iter::repeat_n([width as i64, 0], count - rows.len()).flatten();
+    let words = [items as i64, width as i64, in_units(columns)].into_iter().chain(steps).chain(beyond);
+    launch.words(words);
+    launch.tensor_from(0, first as isize, units);
+    (0..count).for_each(|k| launch.tensor_from(1 + if k < rows.len() { k } else { 0 }, 0, units));
+    Ok(LaunchPlan::one(device, launch))
 }

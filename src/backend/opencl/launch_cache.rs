@@ -39,6 +39,7 @@ pub(crate) enum OpKind {
     ImplicitGemm,
     Attention,
     AttentionBackward,
+    Join,
 }
 
 /// A number for a static: its distance from another one, so that hashes are the same in every run.

@@ -61,7 +61,7 @@ impl Backend for OpenCl {
     methods! {
         map(formulas: &Formulas) -> Result<()> = map::run(formulas);
         sequence(values: Sequence, out: &Tensor) -> Result<bool> = sequence::run(values, out);
-        join(out: &Tensor, tensors: &[&Tensor], _d: usize) -> Result<bool> = join::join(out, tensors);
+        join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> = join::join(out, tensors, d);
         zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> =
             triangle::zeroed(x, from, to).map(written).map(Some);
         gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = gemm::run(product, shape, outs);

@@ -44,3 +44,21 @@ impl Lines {
         self.strided.dims.len().max(1)
     }
 }
+
+/// The step from one row of a tensor to the next, 0 where it has one, if a row is all dims from `d` on and is contiguous.
+pub(crate) fn row_step(t: &Tensor, d: usize) -> Option<isize> {
+    let steps = t.shape().dims().iter().zip(t.strides()).enumerate().rev().filter(|(_, (size, _))| **size != 1);
+    let mut within = 1;
+    // The step, and how far it is to what comes after all rows so far.
+    let mut rows: Option<(isize, isize)> = None;
+    for (i, (&size, &stride)) in steps {
+        let n = size as isize;
+        match rows {
+            _ if i >= d && stride == within => within *= n,
+            None if i < d => rows = Some((stride, stride * n)),
+            Some((step, end)) if stride == end => rows = Some((step, end * n)),
+            _ => return None,
+        }
+    }
+    Some(rows.map_or(0, |(step, _)| step))
+}

@@ -1,0 +1,31 @@
+// Concatenation. Each input has as many rows as the result, contiguous ones with a step between them, which are some of its columns. Elements
+// are moved in units of type T, in which all numbers count. The host gives COUNT, the number of inputs, INPUTS, their parameters, and CHOOSE_ALL,
+// which is CHOOSE(k) for each but the first.
+
+typedef struct {
+    long items, width, columns;
+    // Of each input: its first column, and its step.
+    struct {
+        long start, step;
+    } of[COUNT];
+} join_params;
+
+#define CHOOSE(k)                                                                                                      \
+    if (column >= (IDX)p.of[k].start) {                                                                                \
+        from = x##k + x##k##_at;                                                                                       \
+        start = (IDX)p.of[k].start;                                                                                    \
+        step = p.of[k].step;                                                                                           \
+    }
+
+// `width` columns of the result, from its offset on.
+__kernel void join(const join_params p, __global T *out, ulong out_at INPUTS) {
+    const IDX item = (IDX)get_global_id(0), width = (IDX)p.width;
+    if (item >= (IDX)p.items)
+        return;
+    const IDX row = item / width, column = item - row * width;
+    const __global T *from = x0 + x0_at;
+    IDX start = 0;
+    long step = p.of[0].step;
+    CHOOSE_ALL
+    out[out_at + row * (IDX)p.columns + column] = from[(long)row * step + (long)(column - start)];
+}
