@@ -3,6 +3,8 @@
 use std::slice;
 use std::sync::LazyLock;
 
+use smallvec::SmallVec;
+
 use crate::autograd::{self, InPlace};
 use crate::backend::problem::map::Params;
 use crate::device::capture::is_capturing;
@@ -147,10 +149,21 @@ impl Tensor {
         }
         let out = self.cast_in(dtype, self.memory_format())?;
         let from = self.dtype;
-        if !dtype.is_float() {
+        if !dtype.is_float() || !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
-        Ok(autograd::record_unary_twice("to_dtype", out, self, move |grad| grad.to_dtype(from)))
+        Ok(autograd::record_twice("to_dtype", out, &[self], move |ctx| {
+            let grad = ctx.grad()?;
+            // Autocast's copies of weights: their gradients go where the optimiser reads them.
+            let converted = match ctx.slot(0) {
+                Some(slot) => {
+                    slot.copy_(&grad)?;
+                    slot
+                }
+                None => grad.to_dtype(from)?,
+            };
+            Ok(SmallVec::from_iter([Some(converted)]))
+        }))
     }
 
     /// A row-major copy of any dtype, outside the graph.
