@@ -280,7 +280,11 @@ fn tiles(
         DeviceKind::Cpu => (device.tuned_for(Knob::TransposeLine, class), Some(Lines { streamed })),
         _ => {
             let fits = |side: &usize| side * (side + 1) * size <= TILES.min(info.local_memory);
-            ([device.tuned_for(Knob::TransposeTile, class), 32].into_iter().find(fits)?, None)
+            let sides = [device.tuned_for(Knob::TransposeTile, class), 32, 16].into_iter().filter(fits);
+            // Few large tiles would leave most of the device idle.
+            let count = strided.dims.iter().product::<usize>();
+            let busy = |side: &usize| side * side * info.compute_units <= count;
+            (sides.clone().find(busy).or_else(|| sides.min())?, None)
         }
     };
     // Where the innermost dim is shorter than a tile, the tile has more rows instead.
