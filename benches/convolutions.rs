@@ -1,13 +1,14 @@
 //! The convolutions of ResNet-50 and the depthwise ones of MobileNetV2, each distinct one, forward and with both gradients, of channels-last
-//! images and weights and of row-major ones: `convolutions [--device D] [--only TEXT] [--format channels_last|contiguous_format]`, a line of JSON each:
-//! microseconds of a call, the median of seven runs of ten. `benches/convolutions_torch.py` sets PyTorch's of the same formats beside them.
+//! images and weights and of row-major ones: `convolutions [--device D] [--only TEXT] [--format channels_last|contiguous_format] [--precision P]`, a line of
+//! JSON each: microseconds of a call, the median of seven runs of ten. P is what `set_float32_matmul_precision` takes.
+//! `benches/convolutions_torch.py` sets PyTorch's of the same formats beside them.
 
 use std::error::Error;
 use std::time::Instant;
 
 use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::ops::ConvOptions;
-use claystone::{DType, Device, MemoryFormat, Result, Tensor};
+use claystone::{DType, Device, MemoryFormat, Result, Tensor, set_float32_matmul_precision};
 
 /// Images of a call.
 const BATCH: usize = 64;
@@ -50,6 +51,9 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let value = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1));
     let device = value("--device").map_or(Ok(Device::best()), |text| text.parse())?;
     let [only, wanted] = ["--only", "--format"].map(|name| value(name).cloned().unwrap_or_default());
+    if let Some(precision) = value("--precision") {
+        set_float32_matmul_precision(precision)?;
+    }
     let cases = RESNET_50.iter().map(|c| (c, 1)).chain(MOBILENET_V2.iter().map(|c| (c, c[0])));
     let formats = [MemoryFormat::ChannelsLast, MemoryFormat::Contiguous];
     for (&[inputs, outputs, side, kernel, stride], groups) in cases {

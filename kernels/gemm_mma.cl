@@ -8,7 +8,7 @@
 // which avoids bank conflicts. WINDOWS: one of the matrices consists of windows over images, see windows_mma.cl.
 // ROUNDED ("f16" or "bf16", with RESULT_AT, the address of a result): the epilogue does nothing but round to this type.
 //
-// PLANES 1: f16 or bf16. PLANES 2 and 3: f32, where each x is split into as many bf16 whose sum is x (three hold all of its 24 bits), and
+// PLANES 1: f16 or bf16, or with TF32 f32 of which tensor cores read the first 19 bits. PLANES 2 and 3: f32, where each x is split into as many bf16 whose sum is x (three hold all of its 24 bits), and
 // only the products that matter are computed. Tensor cores truncate their sums: sums over 16 of k (with wgmma over a slice) are added up
 // outside of them.
 
@@ -17,9 +17,9 @@
 // are inside the matrix; successive copies are `step` bytes apart. Slices of f32 are not swizzled: each work-item reads back only its own
 // copies. Lines that are a multiple of eight apart have the same swizzle.
 #define COPY_AT(X, e)                                                                                                  \
-    (BYTES == 4 ? ((e) * THREADS + t) * 16                                                                             \
-     : X##LENGTH >= 64 && THREADS / X##CHUNKS % 8 == 0 ? X##FIRST_COPY + (e) * (THREADS / X##CHUNKS) * 128             \
-     : chunk_at(line + (e) * (THREADS / X##CHUNKS), chunk, X##LINES, X##LENGTH))
+    (PLANES > 1 ? ((e) * THREADS + t) * 16                                                                            \
+     : X##LINE >= 64 && THREADS / X##CHUNKS % 8 == 0 ? X##FIRST_COPY + (e) * (THREADS / X##CHUNKS) * 128             \
+     : chunk_at(line + (e) * (THREADS / X##CHUNKS), chunk, X##LINES, X##LINE))
 #define A_FIRST_COPY first_copy_a
 #define B_FIRST_COPY first_copy_b
 #define FETCH(X, part, parts, to, from, step, lines, length)                                                           \
@@ -111,8 +111,8 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     FIRST_A
     FIRST_B
     int left = depth; // how much of k is not yet fetched
-    const uint first_copy_a = chunk_at(t / A_CHUNKS, t % A_CHUNKS, A_LINES, A_LENGTH);
-    const uint first_copy_b = chunk_at(t / B_CHUNKS, t % B_CHUNKS, B_LINES, B_LENGTH);
+    const uint first_copy_a = chunk_at(t / A_CHUNKS, t % A_CHUNKS, A_LINES, A_LINE);
+    const uint first_copy_b = chunk_at(t / B_CHUNKS, t % B_CHUNKS, B_LINES, B_LINE);
 
 #define FETCH_PART(slot, part, parts)                                                                                  \
     if (left > 0) {                                                                                                    \
@@ -137,9 +137,9 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     WAIT_BUT(AHEAD);
     uint slot = 0, free = FIRST;
 
-#if BYTES == 2 && defined(SM_90A)
+#if PLANES == 1 && defined(SM_90A)
     const uint group = warp / 4;
-    const uint slices_a = (fetched + group * (A_ALONG_K ? 64 * TILE_K * 2 : A_LINES * 128)) / 16;
+    const uint slices_a = (fetched + group * (A_ALONG_K ? 64 * TILE_K * BYTES : A_LINES * 128)) / 16;
     const uint slices_b = (fetched + A_FETCHED) / 16;
     for (int k = 0; k < depth; k += TILE_K) {
         WAIT_BUT(AHEAD);
@@ -158,7 +158,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         MULTIPLIED_BUT(1, acc[0]);
     }
     MULTIPLIED_BUT(0, acc[0]);
-#elif BYTES == 2
+#elif PLANES == 1
 #define FRAGMENTS(f, slot, k)                                                                                          \
     {                                                                                                                  \
         const uint at = fetched + (slot) * FETCHED;                                                                    \
@@ -196,7 +196,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #else
     // Splits copies of this work-item into planes of bf16, in buffer `at` (0 or 1) of the planes.
 #define CUT_TO(X, e)                                                                                                   \
-    chunk_at(t / X##CHUNKS + (e) * (THREADS / X##CHUNKS), t % X##CHUNKS / 2, X##LINES, X##LENGTH) + t % X##CHUNKS % 2 * 8
+    chunk_at(t / X##CHUNKS + (e) * (THREADS / X##CHUNKS), t % X##CHUNKS / 2, X##LINES, X##LINE) + t % X##CHUNKS % 2 * 8
 #ifdef STORE_SUM
     // Sums of the elements that this work-item splits, for each of its four neighbouring rows.
     float row_sum[4] = {0, 0, 0, 0};

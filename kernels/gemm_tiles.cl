@@ -2,7 +2,8 @@
 
 #ifdef MMA
 #define THREADS (32 * WARPS_M * WARPS_N)
-#define STEPS (TILE_K / 16)
+// Steps of 32 bytes along k, in which instructions multiply.
+#define STEPS (HALVES(TILE_K) / 16)
 #define MT (TILE_M / WARPS_M / 16)
 #define NT (TILE_N / WARPS_N / 8)
 // Of a slice: its lines, elements of a line, 16-byte chunks of a line, and copies by each work-item.
@@ -14,31 +15,56 @@
 #define B_CHUNKS (B_LENGTH * BYTES / 16)
 #define A_COPIES (A_LINES * A_CHUNKS / THREADS)
 #define B_COPIES (B_LINES * B_CHUNKS / THREADS)
+// As many halves as elements of what is multiplied take, which is bf16 where f32 is split into planes; halves of a line.
+#define HALVES(n) ((n) * (PLANES == 1 ? BYTES : 2) / 2)
+#define A_LINE HALVES(A_LENGTH)
+#define B_LINE HALVES(B_LENGTH)
 // Bytes of a slice as it is fetched (FETCHED), of one of its planes (PLANE), and of two buffers of all planes (CUT).
 #define A_FETCHED (TILE_M * TILE_K * BYTES)
 #define FETCHED ((TILE_M + TILE_N) * TILE_K * BYTES)
 #define A_PLANE (TILE_M * TILE_K * 2)
 #define PLANE ((TILE_M + TILE_N) * TILE_K * 2)
-#define CUT (BYTES == 4 ? 2 * PLANES * PLANE : 0)
+#define CUT (PLANES > 1 ? 2 * PLANES * PLANE : 0)
 #define PITCH (TILE_N + 8)
 #define RESULTS (TILE_M * PITCH * 4)
 #define FIRST (AHEAD + 1) // slices that are fetched before the loop
 
-// Loads the fragment of A of 16 rows from m on and 16 of k from k on; load_b that of 16 columns of B from n on.
+#ifdef TF32
+// ldmatrix transposes no words of 32 bits: loads element `at` + lane / 4 of a line across k, `at` being a multiple of 8. Chunks are those of
+// chunk_at, whose lowest bits differ by an exclusive or.
+static inline uint word_at(uint slice, uint line, uint at, uint lane, const uint lines)
+{
+    const uint own = slice + line * 128 + (lane / 16 ^ line & 7) * 16 + lane / 4 % 4 * 4;
+    uint word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"((own ^ at / 4 % 8 * 16) + at / 32 * (lines * 128)));
+    return word;
+}
+// The line of register r of a fragment. The order is free if both matrices have it; where both have lines across k, this one reads from as
+// many banks as there are lanes.
+#define LINE_OF(lane, r) (A_ALONG_K || B_ALONG_K ? lane % 4 + r * 4 : lane % 4 * 2 + r)
+#endif
+
+// Loads the fragment of A of 16 rows from m on and 16 halves of k from k on; load_b that of 16 columns of B from n on.
 static inline void load_a(uint f[4], uint slice, uint m, uint k, uint lane)
 {
 #if A_ALONG_K
-    LDMATRIX("", f, slice + chunk_at(m + lane % 16, k / 8 + lane / 16, A_LINES, A_LENGTH));
+    LDMATRIX("", f, slice + chunk_at(m + lane % 16, k / 8 + lane / 16, A_LINES, A_LINE));
+#elif defined(TF32)
+    #pragma unroll
+    for (uint r = 0; r < 4; r++) f[r] = word_at(slice, k / 2 + LINE_OF(lane, r / 2), m + r % 2 * 8, lane, A_LINES);
 #else
-    LDMATRIX(".trans", f, slice + chunk_at(k + lane % 8 + lane / 16 * 8, m / 8 + lane / 8 % 2, A_LINES, A_LENGTH));
+    LDMATRIX(".trans", f, slice + chunk_at(k + lane % 8 + lane / 16 * 8, m / 8 + lane / 8 % 2, A_LINES, A_LINE));
 #endif
 }
 static inline void load_b(uint f[4], uint slice, uint n, uint k, uint lane)
 {
 #if B_ALONG_K
-    LDMATRIX("", f, slice + chunk_at(n + lane % 8 + lane / 16 * 8, k / 8 + lane / 8 % 2, B_LINES, B_LENGTH));
+    LDMATRIX("", f, slice + chunk_at(n + lane % 8 + lane / 16 * 8, k / 8 + lane / 8 % 2, B_LINES, B_LINE));
+#elif defined(TF32)
+    #pragma unroll
+    for (uint r = 0; r < 4; r++) f[r] = word_at(slice, k / 2 + LINE_OF(lane, r % 2), n + r / 2 * 8, lane, B_LINES);
 #else
-    LDMATRIX(".trans", f, slice + chunk_at(k + lane % 16, n / 8 + lane / 16, B_LINES, B_LENGTH));
+    LDMATRIX(".trans", f, slice + chunk_at(k + lane % 16, n / 8 + lane / 16, B_LINES, B_LINE));
 #endif
 }
 
@@ -63,10 +89,10 @@ static inline void cut(uint x[4], uint to, const uint plane)
 #ifdef SM_90A
 #define REGISTERS(d) CAT(REGISTERS_, TILE_N)(d)
 
-// The descriptor for wgmma of 16 of k from k on, in a slice that begins at `from` (in units of 16 bytes): address, strides and swizzle.
+// The descriptor for wgmma of 16 halves of k from k on, in a slice that begins at `from` (in units of 16 bytes): address, strides and swizzle.
 #define DESCRIBE(X, from, k)                                                                                           \
-    ((ulong)((uint)(X##ALONG_K ? X##LENGTH : 64)                                                                       \
-             | (uint)(X##ALONG_K && X##LENGTH == 32 ? 2 : X##ALONG_K && X##LENGTH == 16 ? 3 : 1) << 30) << 32          \
+    ((ulong)((uint)(X##ALONG_K ? X##LINE : 64)                                                                         \
+             | (uint)(X##ALONG_K && X##LINE == 32 ? 2 : X##ALONG_K && X##LINE == 16 ? 3 : 1) << 30) << 32              \
      | ((from) + (X##ALONG_K ? (k) / 8 : (k) * 8) | (uint)(X##ALONG_K ? 1 : X##LINES * 8) << 16))
 
 // d = a b + (add ? d : 0)

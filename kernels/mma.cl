@@ -1,12 +1,20 @@
 // Tensor core instructions as inline PTX: cp.async fills tiles in local memory, ldmatrix loads fragments of them, mma.sync multiplies them.
-// Comes before the kernels that use it; MMA is the type of the matrices, "f16" or "bf16".
+// Comes before the kernels that use it; MMA is the type of the matrices, "f16", "bf16" or "tf32". The last one, for which TF32 is defined, is
+// f32 whose last 13 bits are ignored. Its tiles are described as if each element were two halves: an instruction multiplies 32 bytes of k.
 
 #ifdef MMA
+#ifdef TF32
+#define MMA_DEPTH "8"
+#define WGMMA_TRANSPOSED(transposed) ""
+#else
+#define MMA_DEPTH "16"
+#define WGMMA_TRANSPOSED(transposed) ", " transposed
+#endif
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
 #define WAIT_BUT(n) asm volatile("cp.async.wait_group " TEXT(n) ";")
 
-// The swizzled offset in bytes of a chunk of 8 elements. Lines of more than 64 elements are cut into slabs of 64.
+// The swizzled offset in bytes of a chunk of 8 halves. Lines of more than 64 halves are cut into slabs of 64.
 static inline uint chunk_at(uint line, uint chunk, const uint lines, const uint length)
 {
     if (length >= 64) return (chunk / 8 * lines * 8 + line * 8 + (chunk % 8 ^ (line & 7))) * 16;
@@ -53,7 +61,7 @@ static inline void copy_part(uint to, ulong from, const int size, int bytes)
 // c += a b. The operands are read-write: separate input operands would be read before an unrolled loop.
 static inline void mma(float c[4], const uint a[4], const uint b[2])
 {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA "." MMA ".f32 "
+    asm volatile("mma.sync.aligned.m16n8k" MMA_DEPTH ".row.col.f32." MMA "." MMA ".f32 "
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
@@ -85,8 +93,8 @@ static inline void mma(float c[4], const uint a[4], const uint b[2])
 #define WORDS_128 "{%65, %66, %67, %68}, %69"
 #define WGMMA_TEXT(n, matrices, transposed)                                                                            \
     "//@ {\n//@ .reg .pred add;\n//@ setp.ne.b32 add, " CAT(ADD_, n) ", 0;\n"                                          \
-    "//@ wgmma.mma_async.sync.aligned.m64n" TEXT(n) "k16.f32." MMA "." MMA " {" CAT(NAMES_, n) "}, " matrices            \
-    ", add, 1, 1, " transposed ";\n//@ }"
+    "//@ wgmma.mma_async.sync.aligned.m64n" TEXT(n) "k" MMA_DEPTH ".f32." MMA "." MMA " {" CAT(NAMES_, n) "}, " matrices            \
+    ", add, 1, 1" WGMMA_TRANSPOSED(transposed) ";\n//@ }"
 // d = a b + (add ? d : 0)
 #define WGMMA(n, d, a, b, transposed, add)                                                                             \
     asm volatile(WGMMA_TEXT(n, CAT(DESCRIBED_, n), transposed) : CAT(REGISTERS_, n)(d) : "r"(add), "l"(a), "l"(b))

@@ -25,7 +25,7 @@ fn errors_are_those_of_f32() {
         ("near the ends of the range", &|_, _| 120, &|_, _| -95),
     ];
     for (name, scale_a, scale_b) in cases {
-        for (m, n, k) in [(72, 64, 128), (40, 40, 1000)] {
+        for (m, n, k) in [(72, 64, 64), (72, 64, 128), (40, 40, 1000)] {
             let (a, b) = (scaled(m, k, 1, scale_a), scaled(k, n, 2, scale_b));
             let plain = ArrayD::from_shape_fn(IxDyn(&[m, n]), |at| {
                 (0..k).fold(0f32, |sum, l| a[[at[0], l]].mul_add(b[[l, at[1]]], sum)) as f64
@@ -60,7 +60,12 @@ fn less_precision_on_request() {
         each_device(|device| {
             let on = |t: &ArrayD<f32>| Tensor::from_ndarray_view(t, device).unwrap();
             let [_, most] = errors(&f64s(&on(&a).matmul(&on(&b)).unwrap()), &wide(&a), &wide(&b));
-            assert!(most < if precision == "highest" { 1e-6 } else { 3e-5 }, "{precision} on {device}: {most}");
+            let limit = match precision {
+                "highest" => 1e-6,
+                "high" => 3e-5,
+                _ => 2e-3, // of each operand less than 2⁻¹⁰
+            };
+            assert!(most < limit, "{precision} on {device}: {most}");
         });
     }
 }

@@ -1,10 +1,10 @@
 //! Convolutions of several channels and their gradients, which tensor cores multiply without columns, beside the CPU device, which is
 //! tested against the definition.
 
-use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, MemoryFormat, Result};
+use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, MemoryFormat, Result, set_float32_matmul_precision};
 
 use crate::common::gpus::{assert_same, cases, everywhere, is_gpu, upload};
-use crate::common::values;
+use crate::common::{alone, values};
 
 #[derive(Clone, Copy)]
 struct Case {
@@ -101,27 +101,37 @@ const CASES: [Case; 28] = [
     case(2, [3, 72], [14, 13], [3, 3]).moves([1, 1], [1, 1], [1, 1]), // an image gradient of blocks
 ];
 
+/// Every case in each dtype, channels-last or not, transposed or not, beside the CPU device.
+fn check(device: Device, kinds: &[(DType, bool, bool)]) {
+    for (i, case) in cases(&CASES, 7, device).iter().enumerate() {
+        for &(dtype, last, transposed) in kinds {
+            let got = case.made(dtype, last, transposed, device).unwrap();
+            let exact = case.made(DType::F32, last, transposed, Device::Cpu).unwrap();
+            // Where columns are added up in bf16, large sums are rounded more than once.
+            let tolerance = if dtype == DType::BF16 && !is_gpu(device) { 1.0 / 128.0 } else { 1e-6 };
+            for (what, (got, exact)) in ["y", "x", "weight", "bias"].into_iter().zip(got.iter().zip(&exact)) {
+                let want = values(&upload(exact, &[exact.len()], dtype, Device::Cpu));
+                let what = format!("{what} of case {i}, {dtype}, {last}, {transposed}, {device:?}");
+                assert_same(got, &want, tolerance, &what);
+            }
+        }
+    }
+}
+
 #[test]
 fn channels_in_groups() {
     for device in everywhere("implicit_gemm::channels_in_groups") {
-        for (i, case) in cases(&CASES, 7, device).iter().enumerate() {
-            for (dtype, last, transposed) in [
-                (DType::F16, false, false),
-                (DType::F16, true, true),
-                (DType::BF16, true, false),
-                (DType::F32, false, false),
-                (DType::F32, true, true),
-            ] {
-                let got = case.made(dtype, last, transposed, device).unwrap();
-                let exact = case.made(DType::F32, last, transposed, Device::Cpu).unwrap();
-                // Where columns are added up in bf16, large sums are rounded more than once.
-                let tolerance = if dtype == DType::BF16 && !is_gpu(device) { 1.0 / 128.0 } else { 1e-6 };
-                for (what, (got, exact)) in ["y", "x", "weight", "bias"].into_iter().zip(got.iter().zip(&exact)) {
-                    let want = values(&upload(exact, &[exact.len()], dtype, Device::Cpu));
-                    let what = format!("{what} of case {i}, {dtype}, {last}, {transposed}, {device:?}");
-                    assert_same(got, &want, tolerance, &what);
-                }
-            }
-        }
+        let halves = [(DType::F16, false, false), (DType::F16, true, true), (DType::BF16, true, false)];
+        check(device, &[&halves[..], &[(DType::F32, false, false), (DType::F32, true, true)]].concat());
+    }
+}
+
+/// TF32 holds the small numbers of these cases exactly.
+#[test]
+fn channels_in_groups_as_tf32() {
+    if alone("implicit_gemm::channels_in_groups_as_tf32") {
+        set_float32_matmul_precision("medium").unwrap();
+        let layouts = [(false, false), (false, true), (true, false), (true, true)];
+        check(Device::best(), &layouts.map(|(last, transposed)| (DType::F32, last, transposed)));
     }
 }

@@ -3,10 +3,10 @@
 //! starts itself again with `CLAYSTONE_KERNELS=gpu`, and where groups share columns with `gpu+fence`.
 
 use claystone::device::count_launches;
-use claystone::{DType, Device, Tensor};
+use claystone::{DType, Device, Tensor, set_float32_matmul_precision};
 
 use crate::common::gpus::{assert_same, fenced_gpus, gpus, upload};
-use crate::common::values;
+use crate::common::{alone, values};
 
 /// Whole numbers from -3 to 3, so that sums of products are exact wherever they are not rounded to halves.
 fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
@@ -99,6 +99,51 @@ fn few_rows_shared_by_groups() {
                 assert_same(&values(&x.matmul(&y).unwrap()), &want, 0.0, "again");
             }
         }
+    }
+}
+
+/// Sizes around the edges of tiles in all layouts: whole numbers, which TF32 holds, are exact, others nearly, and NaN and infinities stay
+/// in their rows and columns.
+#[test]
+fn f32_as_tf32() {
+    if !alone("products::f32_as_tf32") {
+        return;
+    }
+    set_float32_matmul_precision("medium").unwrap();
+    let device = Device::best();
+    let sizes =
+        [[64, 64, 32], [65, 63, 33], [128, 256, 96], [129, 257, 100], [300, 72, 1000], [40, 520, 2052], [1, 1, 40]];
+    let made = |rows: usize, cols: usize, along: bool, v: &dyn Fn(usize, usize) -> f64| {
+        let (lines, length) = if along { (rows, cols) } else { (cols, rows) };
+        let of = |line, e| if along { v(line, e) } else { v(e, line) };
+        // Lines are four elements longer in memory.
+        let all: Vec<f64> = (0..lines * (length + 4)).map(|i| of(i / (length + 4), i % (length + 4))).collect();
+        let t = upload(&all, &[lines, length + 4], DType::F32, device).narrow(1, 0, length).unwrap();
+        if along { t } else { t.t().unwrap() }
+    };
+    for ([m, n, k], along) in
+        sizes.iter().flat_map(|&size| (0..4).map(move |along| (size, [along & 1 > 0, along & 2 > 0])))
+    {
+        let what = format!("{m} x {n} x {k}, along k: {along:?}");
+        let whole = |i: usize, j: usize| ((i * 7919 + j * 104_729 + i * j) % 7) as f64 - 3.0;
+        let third = |i: usize, j: usize| whole(i, j) / 3.0;
+        let product = |f: &dyn Fn(usize, usize) -> f64| {
+            let (a, b) = (made(m, k, along[0], f), made(k, n, !along[1], f));
+            let want: Vec<f64> = (0..m * n).map(|e| (0..k).map(|p| f(e / n, p) * f(p, e % n)).sum()).collect();
+            (values(&a.matmul(&b).unwrap()), want)
+        };
+        let (got, want) = product(&whole);
+        assert_same(&got, &want, 0.0, &what);
+        let (got, want) = product(&third);
+        let most = (k as f64) / 512.0;
+        assert!(got.iter().zip(&want).all(|(g, w)| (g - w).abs() <= most), "{what}: not nearly as exact as TF32");
+        let odd = |i: usize, j: usize| match (i, j) {
+            (0, 1) => f64::INFINITY,
+            (3, 5) => f64::NAN,
+            _ => 1.0,
+        };
+        let (got, want) = product(&odd);
+        assert_same(&got, &want, 0.0, &format!("{what}, not finite"));
     }
 }
 

@@ -3,6 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::DType;
+use crate::backend::opencl::geometry::flag;
 use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 use crate::backend::problem::precision;
 use crate::device::opencl::{ARRIVALS, SM_90A, TensorCores};
@@ -53,11 +54,12 @@ const HALF: [Tile; 6] = [
     mma_tile(128, 128, 32, (2, 2), 4),
     mma_tile(64, 64, 64, (2, 2), 4),
 ];
-/// Tiles for convolutions with at most 64 output channels, for halves and for f32. Two work-groups of the first one for halves fit on a
-/// multiprocessor.
-const FEW_ROWS: [&[Tile]; 2] = [
+/// Tiles for convolutions with at most 64 output channels, for halves, for f32 and for TF32. Two work-groups of the first one for halves fit
+/// on a multiprocessor.
+const FEW_ROWS: [&[Tile]; 3] = [
     &[few_rows(128, 64, 4), few_rows(256, 64, 4), mma_tile(64, 64, 64, (2, 2), 4)],
     &[few_rows(128, 32, 3), few_rows(64, 32, 4), mma_tile(64, 64, 16, (2, 2), 4)],
+    &[few_rows(128, 32, 4), few_rows(256, 32, 4), mma_tile(64, 128, 32, (2, 2), 3), mma_tile(64, 64, 32, (2, 2), 4)],
 ];
 /// Tiles for f32, in the same order; local memory has the planes of bf16 beside the slices.
 const SINGLE: [Tile; 5] = [
@@ -68,6 +70,18 @@ const SINGLE: [Tile; 5] = [
     mma_tile(64, 64, 16, (2, 2), 4),
 ];
 
+/// The same two for products of f32 as TF32. wgmma takes it only along k.
+const TF32: [Tile; 6] = [
+    wgmma_tile(256, 32, 4),
+    wgmma_tile(128, 32, 4),
+    wgmma_tile(64, 32, 4),
+    mma_tile(128, 256, 32, (2, 4), 3),
+    mma_tile(128, 128, 16, (2, 2), 4),
+    mma_tile(64, 64, 32, (2, 2), 4),
+];
+
+/// How many times as long as the quickest one a kernel may be estimated to take, at most, that is taken because it occupies the device.
+const SLOWER: f64 = 1.3;
 /// Columns of the narrowest tiles.
 const MIN_TILE: usize = 64;
 /// The largest k for which windows on the left are bound by memory, and their tile: two work-groups fit on a multiprocessor, so that one
@@ -141,6 +155,21 @@ pub(crate) struct InBuffer {
     pub(crate) first: usize,
 }
 
+/// The planes that elements are multiplied in: f32 is TF32 where it has one.
+pub(crate) fn planes(dtype: DType) -> usize {
+    if dtype == DType::F32 { precision::planes() } else { 1 }
+}
+
+/// The tiles for a dtype, perhaps those for few rows, and the fewest elements of k. In shorter sums f32 would round less than three planes do.
+fn tiles(dtype: DType, planes: usize, few: bool) -> Option<(&'static [Tile], usize)> {
+    Some(match (dtype, planes) {
+        (DType::F16 | DType::BF16, _) => (if few { FEW_ROWS[0] } else { &HALF }, 32),
+        (DType::F32, 1) => (if few { FEW_ROWS[2] } else { &TF32 }, 32),
+        (DType::F32, _) => (if few { FEW_ROWS[1] } else { &SINGLE }, 64),
+        _ => return None,
+    })
+}
+
 impl Mma {
     /// The kernel for this problem; `device` has the number of compute units and the most columns of a tile. None where the matrices are
     /// too small, or not contiguous in any direction. `cores` is called last, because its answer takes building a kernel.
@@ -151,12 +180,8 @@ impl Mma {
         device: (usize, usize),
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
-        // In shorter sums f32 would round less than these kernels do.
-        let (tiles, planes, depth): (&[Tile], _, _) = match a.dtype {
-            DType::F16 | DType::BF16 => (&HALF, 1, 32),
-            DType::F32 => (&SINGLE, precision::planes(), 128),
-            _ => return None,
-        };
+        let planes = planes(a.dtype);
+        let (tiles, depth) = tiles(a.dtype, planes, false)?;
         let fits = i32::MAX as usize;
         if a.dtype != b.dtype || plan.k < depth || plan.k > fits {
             return None;
@@ -186,17 +211,13 @@ impl Mma {
     /// The kernel for windows. `along_k` says whether the other matrix is contiguous along k; lines of both are multiples of 16 bytes.
     pub(crate) fn of_windows(
         plan: &GemmPlan,
-        dtype: DType,
+        (dtype, planes): (DType, usize),
         (windows, along_k): (WindowsAs, bool),
         device: (usize, usize),
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
         let few = plan.m <= 64 && !windows.is_left();
-        let (tiles, planes, depth): (&[Tile], _, _) = match dtype {
-            DType::F16 | DType::BF16 => (if few { FEW_ROWS[0] } else { &HALF }, 1, 32),
-            DType::F32 => (if few { FEW_ROWS[1] } else { &SINGLE }, precision::planes(), 128),
-            _ => return None,
-        };
+        let (tiles, depth) = tiles(dtype, planes, few)?;
         if plan.k < depth || plan.k > i32::MAX as usize || plan.m.min(plan.n) < MIN_SIDE.0 {
             return None;
         }
@@ -204,7 +225,7 @@ impl Mma {
         let of_windows = side(windows.is_left() || windows.are_columns());
         let (a, b) = if windows.is_left() { (of_windows, side(along_k)) } else { (side(along_k), of_windows) };
         // Tiles that the right matrix would leave half empty are passed over where there are narrower ones.
-        let shallow = (dtype.size() == 2 && plan.k <= SHALLOW.0).then_some(SHALLOW.1);
+        let shallow = (planes == 1 && plan.k <= SHALLOW.0).then(|| Tile { k: 64 / dtype.size(), ..SHALLOW.1 });
         let narrow = shallow.iter().chain(tiles).copied().filter(|tile| tile.n < 2 * plan.n.max(MIN_TILE));
         let narrow: SmallVec<[Tile; 8]> = narrow.collect();
         let tiles = if windows.is_left() { &narrow[..] } else { tiles };
@@ -220,11 +241,18 @@ impl Mma {
         cores: TensorCores,
     ) -> Option<Mma> {
         let made = tiles.iter().filter(|tile| tile.n <= columns).map(|&tile| Mma { tile, ..self });
-        let usable = made.filter(|mma: &Mma| mma.local_memory() <= cores.local && (cores.wgmma || !mma.tile.wgmma));
-        let timed = || usable.clone().map(|mma| (mma.best(plan, units).1, mma));
-        let quickest = || timed().min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, mma)| mma);
-        let chosen = usable.clone().find(|mma| mma.is_busy(plan, units)).or_else(quickest)?;
+        let wgmma = cores.wgmma && (!self.is_tf32() || self.a.along_k && self.b.along_k);
+        let usable = made.filter(|mma: &Mma| mma.local_memory() <= cores.local && (wgmma || !mma.tile.wgmma));
+        let time = |mma: &Mma| mma.best(plan, units).1;
+        let quickest = usable.clone().min_by(|a, b| time(a).total_cmp(&time(b)))?;
+        // Small tiles without wgmma can occupy the device and yet be slower than larger ones that share the depth.
+        let is_good = |mma: &Mma| mma.tile.wgmma || time(mma) <= SLOWER * time(&quickest);
+        let chosen = usable.clone().find(|mma| mma.is_busy(plan, units)).filter(is_good).unwrap_or(quickest);
         (chosen.tiles(plan) <= i32::MAX as usize).then_some(chosen)
+    }
+
+    fn is_tf32(&self) -> bool {
+        self.dtype == DType::F32 && self.planes == 1
     }
 
     fn tiles(&self, plan: &GemmPlan) -> usize {
@@ -249,10 +277,10 @@ impl Mma {
         let tiles = self.tiles(plan);
         // The time of a slice: waiting for it in us, and multiply-adds per us.
         let (wait, rate) = match (self.dtype, wgmma) {
-            (DType::F32, true) => (0.35, 1.3e6 / self.planes as f64),
-            (DType::F32, false) => (0.24, 0.87e6 / self.planes as f64),
-            (_, true) => (0.2, 2.6e6),
-            (_, false) => (0.2, 1.4e6),
+            (DType::F32, true) if self.planes > 1 => (0.35, 1.3e6 / self.planes as f64),
+            (DType::F32, false) if self.planes > 1 => (0.24, 0.87e6 / self.planes as f64),
+            (dtype, true) => (0.2, 5.2e6 / dtype.size() as f64),
+            (dtype, false) => (0.2, 2.8e6 / dtype.size() as f64),
         };
         let work = (m * n * k) as f64 / rate;
         let time = |parts: usize| {
@@ -273,7 +301,7 @@ impl Mma {
 
     /// Whether the kernel can add up the rows of the left matrix: where a work-item splits elements of few rows into planes.
     pub(crate) fn sums_rows(&self) -> bool {
-        self.dtype == DType::F32 && !self.a.along_k
+        self.planes > 1 && !self.a.along_k
     }
 
     /// Whether the kernel can round results to halves in registers, where the epilogue does nothing else.
@@ -294,7 +322,7 @@ impl Mma {
     /// Bytes of local memory.
     fn local_memory(self) -> usize {
         let Tile { m, n, k, stages, .. } = self.tile;
-        let cut = if self.dtype == DType::F32 { 2 * self.planes * 2 } else { 0 };
+        let cut = if self.planes > 1 { 2 * self.planes * 2 } else { 0 };
         let slices = (m + n) * k * (stages * self.dtype.size() + cut);
         slices.max(m * (n + 8) * size_of::<f32>()) + 16
     }
@@ -319,13 +347,18 @@ impl Mma {
     pub(crate) fn defines(self) -> String {
         let Tile { m, n, k, warps, stages, wgmma } = self.tile;
         let Mma { dtype, planes, a, b, .. } = self;
-        let unit = if dtype == DType::F16 { "f16" } else { "bf16" };
+        let unit = match dtype {
+            DType::F16 => "f16",
+            _ if self.is_tf32() => "tf32",
+            _ => "bf16",
+        };
+        let tf32 = flag(self.is_tf32(), "TF32");
         // Tile rows in a band, whose work-groups run together; measured.
         let band = if dtype == DType::F32 { 4 } else { 8 };
-        // With wgmma on halves the multiplication of one slice begins before that of the previous one has ended: one slot more is in use.
-        let ahead = stages - if wgmma && dtype != DType::F32 { 3 } else { 2 };
+        // With wgmma on what is not split the multiplication of one slice begins before that of the previous one has ended: one slot more is in use.
+        let ahead = stages - if wgmma && planes == 1 { 3 } else { 2 };
         format!(
-            "{}#define MMA \"{unit}\"\n#define BYTES {}\n#define PLANES {planes}\n#define TILE_M {m}\n#define TILE_N {n}\n\
+            "{}{tf32}#define MMA \"{unit}\"\n#define BYTES {}\n#define PLANES {planes}\n#define TILE_M {m}\n#define TILE_N {n}\n\
              #define TILE_K {k}\n#define WARPS_M {}\n#define WARPS_N {}\n#define STAGES {stages}\n#define AHEAD {ahead}\n\
              #define A_ALONG_K {}\n#define B_ALONG_K {}\n#define A_TRANSPOSED {}\n#define B_TRANSPOSED {}\n\
              #define A_COPY {}\n#define B_COPY {}\n#define BAND {band}\n",
@@ -386,7 +419,8 @@ mod tests {
         let tile = |[m, n, k]: [usize; 3], dtype, cores| {
             let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
             let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
-            let mma = Mma::of_windows(&plan, dtype, (WindowsAs::Columns, true), (132, 256), || cores)?;
+            let kind = (dtype, planes(dtype));
+            let mma = Mma::of_windows(&plan, kind, (WindowsAs::Columns, true), (132, 256), || cores)?;
             assert!(mma.local_memory() <= cores.local && mma.a.along_k && mma.b.along_k);
             Some((mma.tile.m, mma.tile.n, mma.tile.wgmma))
         };
@@ -405,7 +439,8 @@ mod tests {
         let tile = |[m, n, k]: [usize; 3], dtype, cores| {
             let [a, b, out] = [[m, k], [k, n], [m, n]].map(|dims| Layout::contiguous(dims.into()));
             let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
-            let mma = Mma::of_windows(&plan, dtype, (WindowsAs::Left, false), (132, 256), || cores).unwrap();
+            let kind = (dtype, planes(dtype));
+            let mma = Mma::of_windows(&plan, kind, (WindowsAs::Left, false), (132, 256), || cores).unwrap();
             assert!(mma.a.along_k && !mma.b.along_k);
             (mma.tile.m, mma.tile.n, mma.tile.k)
         };
@@ -415,6 +450,18 @@ mod tests {
         assert_eq!(tile([100_000, 64, 64], DType::BF16, HOPPER), (128, 64, 64));
         assert_eq!(tile([100_000, 64, 576], DType::F32, HOPPER), (128, 64, 32));
         assert_eq!(tile([100_000, 64, 576], DType::F16, OTHER), (64, 64, 64));
+    }
+
+    /// The weight gradient of 64 images of 256 x 14 x 14 and 3 x 3 windows.
+    #[test]
+    fn gradients_of_weights_have_wgmma() {
+        let [a, b, out] = [[256, 12_544], [12_544, 2304], [256, 2304]].map(|dims| Layout::contiguous(dims.into()));
+        let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
+        for dtype in [DType::F16, DType::F32] {
+            let kind = (dtype, planes(dtype));
+            let mma = Mma::of_windows(&plan, kind, (WindowsAs::Rows, false), (132, 256), || HOPPER).unwrap();
+            assert!(mma.tile.wgmma && mma.parts(&plan, 132).count > 1, "{:?}", mma.tile);
+        }
     }
 
     #[test]
@@ -449,8 +496,7 @@ mod tests {
         let copy = |dtype, pad, first| choose([256; 3], dtype, pad, first, HOPPER).map(|mma| mma.a.copy);
         assert_eq!([0, 8, 4, 2, 1].map(|pad| copy(DType::F16, pad, 0)), [Some(16), Some(16), Some(8), Some(4), None]);
         assert_eq!([0, 8, 4, 2, 1].map(|first| copy(DType::F32, 0, first)), [16, 16, 16, 8, 4].map(Some));
-        for (sizes, dtype) in
-            [([7, 256, 256], DType::F16), ([256, 256, 31], DType::BF16), ([256, 256, 127], DType::F32)]
+        for (sizes, dtype) in [([7, 256, 256], DType::F16), ([256, 256, 31], DType::BF16), ([256, 256, 63], DType::F32)]
         {
             assert_eq!(choose(sizes, dtype, 0, 0, HOPPER), None);
         }
@@ -460,27 +506,24 @@ mod tests {
 
     #[test]
     fn kernels_have_different_keys() {
-        let mut keys = Vec::new();
-        for (tiles, planes) in [
-            (&HALF[..], 1),
-            (&[SHALLOW.1][..], 1),
-            (&FEW_ROWS[0][..2], 1),
-            (&FEW_ROWS[1][..2], 3),
-            (&SINGLE[..], 2),
-            (&SINGLE[..], 3),
-        ] {
-            let sides = [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| Side { along_k, copy }));
-            for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
-                let b = Side { along_k: !a.along_k, copy: 16 };
-                let of = |windows| Mma { dtype: DType::F16, planes, tile, a, b, windows }.key();
-                use WindowsAs::{Columns, ColumnsApart, Left, LeftApart, Rows, RowsApart};
-                let windows = [Left, LeftApart, Columns, ColumnsApart, Rows, RowsApart];
-                keys.extend([None].into_iter().chain(windows.map(Some)).map(of));
+        use WindowsAs::{Columns, ColumnsApart, Left, LeftApart, Rows, RowsApart};
+        let halves = [&HALF[..], &[SHALLOW.1], &FEW_ROWS[0][..2]].map(|tiles| (tiles, 1)).to_vec();
+        let single = vec![(&FEW_ROWS[1][..2], 3), (&SINGLE, 2), (&SINGLE, 3), (&FEW_ROWS[2][..3], 1), (&TF32, 1)];
+        for (dtype, kernels) in [(DType::F16, halves), (DType::F32, single)] {
+            let mut keys = Vec::new();
+            for (tiles, planes) in kernels {
+                let sides = [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| Side { along_k, copy }));
+                for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
+                    let b = Side { along_k: !a.along_k, copy: 16 };
+                    let of = |windows| Mma { dtype, planes, tile, a, b, windows }.key();
+                    let windows = [Left, LeftApart, Columns, ColumnsApart, Rows, RowsApart];
+                    keys.extend([None].into_iter().chain(windows.map(Some)).map(of));
+                }
             }
+            let count = keys.len();
+            keys.sort_unstable();
+            keys.dedup();
+            assert_eq!(keys.len(), count, "{dtype}");
         }
-        let count = keys.len();
-        keys.sort_unstable();
-        keys.dedup();
-        assert_eq!(keys.len(), count);
     }
 }

@@ -13,7 +13,7 @@ use std::slice;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::gemm::{Chosen, Variant};
-use crate::backend::opencl::gemm_mma::{Mma, WindowsAs};
+use crate::backend::opencl::gemm_mma::{Mma, WindowsAs, planes};
 use crate::backend::opencl::implicit_gemm::blocks::Blocks;
 use crate::backend::opencl::implicit_gemm::channels_last::{ChannelsLast, LARGEST, Matrix, Strided, WholeRows};
 use crate::backend::opencl::implicit_gemm::channels_last::{channels_last, is_last, matrix, result};
@@ -59,6 +59,8 @@ pub(crate) struct ImplicitGemm {
     /// Whether images or the weight are channels-last, and whether the weight is.
     last: [bool; 2],
     dtype: DType,
+    /// How many planes elements had when it was made.
+    planes: usize,
     device: &'static ClDevice,
 }
 
@@ -131,7 +133,8 @@ impl ImplicitGemm {
             return None;
         }
         let device = x.cl_device().ok()?;
-        let made = ImplicitGemm { windows: w, groups, n, inner, outer, whole_rows, last, dtype, device };
+        let planes = planes(dtype);
+        let made = ImplicitGemm { windows: w, groups, n, inner, outer, whole_rows, last, dtype, planes, device };
         let windows = n * w.grid[0] * w.grid[1];
         made.choose([outer, windows, k], WindowsAs::Columns, true)?;
         made.choose([outer, k, windows], WindowsAs::Rows, false)?;
@@ -144,7 +147,9 @@ impl ImplicitGemm {
         let cores = || tests::PRETEND.get().unwrap_or_else(cores);
         let plan = plan(sizes, self.groups, [[0; 3]; 3]);
         let device = (self.device.info().compute_units, self.device.tuned(Knob::MmaColumns));
-        Mma::of_windows(&plan, self.dtype, (windows, along_k), device, cores)
+        // Where the precision that is asked for by now takes longer sums, that of the forward pass does.
+        let of = |planes| Mma::of_windows(&plan, (self.dtype, planes), (windows, along_k), device, cores);
+        of(planes(self.dtype)).or_else(|| of(self.planes))
     }
 
     /// The channels-last images that windows are read from, and the steps of the windows over them.
@@ -194,6 +199,12 @@ impl ImplicitGemm {
         let reached: Vec<_> = all.filter(|phases| phases.iter().all(|phase| phase.taps > 0)).collect();
         let whole = reached.len() == rows.len() * columns.len();
         (reached, whole)
+    }
+
+    /// The weight as a matrix for channels-last results, where the rows of the weight may be contiguous, or for others.
+    fn matrix(&self, weight: &Tensor, view: Strided, last: bool) -> Result<Matrix> {
+        // TF32 is fastest along k.
+        matrix(weight, view, last && (self.dtype != DType::F32 || planes(self.dtype) > 1))
     }
 
     /// Writes to `out`, `[N, channels, grid]`, the product of each group of a weight with the windows over its channels, plus a bias.
@@ -306,7 +317,7 @@ impl Convolution for ImplicitGemm {
         let out = result([n, o, rows, columns], last, false, x)?;
         let matrix = match self.whole_rows {
             Some(rows) => rows.matrix(weight)?,
-            None => matrix(weight, Strided::weight(weight, self.groups), last)?,
+            None => self.matrix(weight, Strided::weight(weight, self.groups), last)?,
         };
         self.multiply(self.input(x)?, matrix, bias, (&out, false, last))?;
         Ok(written(out))
@@ -370,7 +381,7 @@ impl Convolution for ImplicitGemm {
                 Some(images) => (images.shallow_clone(), steps),
                 None => with_taps(y, strided, steps)?,
             };
-            let matrix = matrix(weight, Strided::weight(weight, self.groups).reversed([rows, columns]), last)?;
+            let matrix = self.matrix(weight, Strided::weight(weight, self.groups).reversed([rows, columns]), last)?;
             self.multiply(windows, matrix, bias, (&out.with_layout(part), stride != [1, 1], last))?;
         }
         Ok(written(out))

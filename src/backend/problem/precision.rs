@@ -22,7 +22,9 @@ thread_local! {
 ///
 /// - `"highest"`, the default: the precision of f32. Tensor cores compute with each f32 split into a sum of three bf16, which is
 ///   exact for values above 2⁻¹⁰²; of smaller ones, bits below 2⁻¹³³ may be lost.
-/// - `"high"` and `"medium"`: each f32 is split into a sum of two bf16 (16 bits), for about half the work.
+/// - `"high"`: each f32 is split into a sum of two bf16 (16 bits), for about half the work.
+/// - `"medium"`: of each f32 the first 11 bits are multiplied (TF32), for a sixth of the work. PyTorch computes convolutions like this on
+///   CUDA unless `torch.backends.cudnn.allow_tf32` is false.
 ///
 /// Without tensor cores, for small matrices, and for every other dtype all three are the same.
 ///
@@ -55,9 +57,9 @@ fn current() -> usize {
     SCOPE.get().unwrap_or_else(|| PRECISION.load(Relaxed))
 }
 
-/// The number of bf16 that an f32 is split into.
+/// The number of bf16 that an f32 is split into; with 1 it is not split, and multiplied as TF32.
 pub(crate) fn planes() -> usize {
-    if current() == 0 { 3 } else { 2 }
+    3 - current()
 }
 
 /// Runs `f` with the precision `"highest"` or `"high"` on this thread.
