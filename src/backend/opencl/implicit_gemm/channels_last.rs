@@ -268,11 +268,11 @@ fn copy(
     let piece = PIECE / bytes;
     let (pixels, contiguous) = (size[0] * size[1], view.strides[2] == 1 && each > 1);
     let channels = padded.next_power_of_two().min(CHANNELS);
-    // Where pieces have all channels of their pixels, each work-item has one piece.
+    // Where pieces have all channels of their pixels, each work-item has one piece. Elsewhere each reads at least one element.
     let tile = match channels <= piece {
         true => GROUP * piece / channels,
-        false if pixels < PIXELS[0] => PIXELS[1],
-        false => PIXELS[0],
+        false if pixels < PIXELS[0] => PIXELS[1].max(GROUP / channels),
+        false => PIXELS[0].max(GROUP / channels),
     };
     let params = [bytes, channels, tile, contiguous as usize].map(|n| n as u64);
     let kernel = kernel(device, KernelKey::new("channels_last", &params), "channels_last", || {

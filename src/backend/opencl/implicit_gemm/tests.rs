@@ -139,6 +139,7 @@ fn convolutions_and_their_gradients() {
     let cases = [
         Case::new(2, [16, 24], [5, 7], [3, 3]).with(one, one, one, 1),
         Case::new(2, [9, 20], [6, 5], [3, 2]).with(one, [2, 0], [1, 2], 1),
+        Case::new(2, [8, 8], [5, 6], [3, 3]).with(one, one, one, 1),
         Case::new(1, [16, 9], [8, 8], [3, 3]).with(one, [3, 3], one, 1), // more padding than the gradient has
         Case::new(3, [3, 64], [9, 11], [5, 5]).with([2, 2], [2, 2], one, 1),
         Case::new(2, [40, 32], [7, 8], [3, 3]).with(one, one, one, 2),
@@ -277,7 +278,9 @@ fn copies_are_channels_last() {
     if opencl::count() == 0 {
         return;
     }
-    for (dtype, groups, each) in [(DType::F16, 1, 70), (DType::BF16, 2, 9), (DType::F32, 3, 4), (DType::F32, 1, 130)] {
+    for (dtype, groups, each) in
+        [(DType::F16, 1, 70), (DType::BF16, 2, 9), (DType::F32, 3, 4), (DType::F32, 1, 7), (DType::F32, 1, 130)]
+    {
         let x = whole(&[2, groups * each, 5, 14], 5, dtype, Device::OpenCL(0));
         let transposed = x.permute(&[3, 0, 2, 1]).unwrap().contiguous().unwrap().permute(&[1, 3, 2, 0]).unwrap();
         for x in [&x, &x.narrow(3, 1, 9).unwrap(), &transposed, &x.flip(&[2]).unwrap()] {
