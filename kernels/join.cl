@@ -1,10 +1,10 @@
-// Concatenation. Each input has as many rows as the result, contiguous ones with a step between them, which are some of its columns. Elements
-// are moved in units of type T, in which all numbers count. The host gives COUNT, the number of inputs, INPUTS, their parameters, and CHOOSE_ALL,
-// which is CHOOSE(k) for each but the first.
+// Concatenation. Inputs and result have the same number of rows. An input's rows are contiguous and become some of the result's columns.
+// Elements are copied in units of type T, in which all numbers count. The host gives COUNT, the number of inputs, INPUTS, their parameters,
+// and CHOOSE_ALL, which is CHOOSE(k) for each input but the first.
 
 typedef struct {
     long items, width, columns;
-    // Of each input: its first column, and its step.
+    // Of each input: the column where it starts, and the step from one of its rows to the next.
     struct {
         long start, step;
     } of[COUNT];
@@ -17,7 +17,7 @@ typedef struct {
         step = p.of[k].step;                                                                                           \
     }
 
-// `width` columns of the result, from its offset on.
+// Writes `width` columns of the result, whose rows are `columns` long.
 __kernel void join(const join_params p, __global T *out, ulong out_at INPUTS) {
     const IDX item = (IDX)get_global_id(0), width = (IDX)p.width;
     if (item >= (IDX)p.items)

@@ -12,19 +12,19 @@ use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/join.cl");
 
-/// Tensors that a launch reads: as many as kernels take on every device.
+/// The tensors that a launch reads: on every device a kernel can have that many arguments.
 const AT_ONCE: usize = 24;
 /// Bytes of the largest result; of larger ones copies of each tensor are faster.
 const LARGE: usize = 8 << 20;
 
-/// A tensor as rows, each of which is contiguous: the step between them, and the first column of the result that they are.
-/// In elements.
+/// A tensor as contiguous rows: the step from one to the next, and the column of the result where they start. In elements.
 struct Rows {
     step: isize,
     start: usize,
 }
 
-/// Fills `out`, new and contiguous, with tensors that are next to each other along dim `d`; gives whether it could.
+/// Writes the concatenation along dim `d` to `out`, which is new and contiguous. Declines large results, other dtypes, and tensors that are
+/// not contiguous from `d` on.
 pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> {
     let columns: usize = out.shape().dims()[d..].iter().product();
     let outer = out.numel() / columns.max(1);
@@ -53,13 +53,13 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> 
     Ok(true)
 }
 
-/// The launch for the result and the tensors of some of its columns, which are moved in units of so many bytes.
+/// The launch that copies the tensors after the first, the result, to its columns from the first row's start on, in units of `unit` bytes.
 fn prepare(list: &[&Tensor], rows: &[Rows], [outer, columns]: [usize; 2], unit: usize) -> Result<LaunchPlan> {
     let (out, device) = (list[0], list[0].cl_device()?);
     let units = unit / out.dtype.size();
     let end = rows[rows.len() - 1].start + list[rows.len()].numel() / outer;
     let (first, width) = (rows[0].start, (end - rows[0].start) / units);
-    // Kernels for 2, 4, 8.. tensors serve fewer: those beyond begin where no column is.
+    // Kernels of 2, 4, 8 and more inputs serve fewer tensors: the inputs that are left over start behind the last column.
     let (count, wide) = (rows.len().next_power_of_two().min(AT_ONCE), is_wide([out.numel()]));
     let params = [unit, count, wide.into()].map(|n| n as u64);
     let kernel = kernel(device, KernelKey::new("join", &params), "join", || {
