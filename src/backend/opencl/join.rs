@@ -41,8 +41,8 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> 
     let Some(rows) = rows.collect::<Option<SmallVec<[Rows; AT_ONCE]>>>() else { return Ok(false) };
     // The most bytes, up to 16, that all offsets are multiples of.
     let offsets = rows.iter().zip(&tensors).map(|(rows, t)| rows.step.unsigned_abs() | rows.start | t.layout.offset);
-    let all = offsets.fold(columns | out.layout.offset, |all, offset| all | offset) * size | WIDEST;
-    let unit = 1 << all.trailing_zeros();
+    let elements = offsets.fold(columns | out.layout.offset, |all, offset| all | offset);
+    let unit = 1 << ((elements * size) | WIDEST).trailing_zeros();
     for (rows, tensors) in rows.chunks(AT_ONCE).zip(tensors.chunks(AT_ONCE)) {
         let numbers = [outer, columns, rows[0].start, unit].map(|n| n as u64);
         let list: SmallVec<[&Tensor; AT_ONCE]> = [out].into_iter().chain(tensors.iter().copied()).collect();
