@@ -447,6 +447,10 @@ impl Tensor {
 pub(crate) fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
     match t.layout.reshape(shape) {
         Some(layout) => Ok(t.with_layout(layout)),
+        None if t.numel() != shape.numel() => {
+            let hint = "a tensor is reshaped to as many elements";
+            Err(Error::ShapeMismatch { op: "reshape", lhs: t.shape().clone(), rhs: shape.clone(), hint })
+        }
         None => Ok(t.cast(t.dtype)?.with_layout(Layout::contiguous(shape.clone()))),
     }
 }

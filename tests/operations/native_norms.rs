@@ -2,7 +2,7 @@
 
 use claystone::device::count_launches;
 use claystone::ops::Argument;
-use claystone::{BatchNormOptions, Device, Result, Tensor};
+use claystone::{BatchNormOptions, DType, Device, Error, Result, Tensor};
 use ndarray::{ArrayD, Dimension, IxDyn};
 
 use crate::common::{each_device, vec};
@@ -168,6 +168,22 @@ fn one_launch_each_way() {
             assert!(launches <= most, "gradient of norm {i} on {device}: {launches} launches");
             let copied = backward(&y, &x, [&mean.try_clone().unwrap(), &rstd.try_clone().unwrap()]).unwrap();
             assert_eq!(vec(&dx.unwrap()), vec(&copied.unwrap()), "norm {i} on {device}");
+        }
+    });
+}
+
+/// Also where they are wider than the input.
+#[test]
+fn weights_and_biases_of_other_shapes_are_refused() {
+    each_device(|device| {
+        let x = Tensor::ones([4, 8], device).unwrap().to_dtype(DType::F16).unwrap();
+        let [y, mean, rstd]: [Tensor; 3] = x.native_layer_norm(&[8], None, None, EPS).unwrap().into();
+        for other in [3, 64] {
+            let other = Tensor::ones(other, device).unwrap();
+            for (weight, bias) in [(Some(&other), None), (None, Some(&other))] {
+                let made = y.native_layer_norm_backward(&x, &[8], &mean, &rstd, weight, bias, [true; 3]);
+                assert!(matches!(made, Err(Error::ShapeMismatch { .. })), "{made:?} on {device}");
+            }
         }
     });
 }

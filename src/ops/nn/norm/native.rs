@@ -170,9 +170,13 @@ impl Tensor {
         if let Some(made) = replaced_gradients(op, &tensors, wanted, Some(normalized_shape.into()))? {
             return Ok(made);
         }
-        // Those of a weight and a bias wider than the input have been checked by forward.
-        let narrow = |t: Option<&'_ Tensor>| t.filter(|t| t.dtype == input.dtype).map(Tensor::shallow_clone);
-        check_last(op, input, normalized_shape, &[narrow(weight).as_ref(), narrow(bias).as_ref()])?;
+        check_last(op, input, normalized_shape, &[])?;
+        // Their dtype may be wider than the input's, which `gradients` checks.
+        for t in weight.into_iter().chain(bias) {
+            same_device(op, &[input, t])?;
+            let hint = "weight and bias have the normalised shape";
+            mismatch!(op if t.shape().dims() != normalized_shape, input, t, hint);
+        }
         let view = View::Last(normalized_shape.iter().product());
         gradients(op, view, [self, input, mean, rstd], weight, bias, wanted)
     }
