@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::context::{Context, Gradient};
+use super::context::{Context, Gradient, address};
 use super::grad::Wanted;
 use super::node::{Leaf, Node, Operation, State};
 use super::{Gradients, autocast, enable_grad, hooks, modes, no_grad};
@@ -187,6 +187,8 @@ impl Engine {
             None => leaves_waited_for(seeds.iter().map(|(root, _)| root)),
             Some(_) => HashMap::new(),
         };
+        // No slot is lent in whose memory one of these gradients is. Handles on them would make them look shared.
+        let given: SmallVec<[usize; 1]> = seeds.iter().filter_map(|(_, gradient)| gradient.address()).collect();
         for (root, gradient) in seeds {
             let gradient = match gradients.remove(&root.seq) {
                 Some(first) => first.add(gradient.tensor()?)?,
@@ -207,7 +209,8 @@ impl Engine {
                 captured.insert(node.seq, grad.tensor()?);
             }
             let Some(operation) = self.operation(&node, &mut grad)? else { continue };
-            let slots: Gradients = (0..node.inputs.len()).map(|i| self.free_slot(&node, i, &gradients)).collect();
+            let slots: Gradients =
+                (0..node.inputs.len()).map(|i| self.free_slot(&node, i, &gradients, &given)).collect();
             let offered: Gradients = slots.iter().map(|s| s.as_ref().map(Tensor::shallow_clone)).collect();
             let factor = operation.factor.filter(|_| !grad.multiplied());
             let multiplied = SmallVec::from_elem(false, node.inputs.len());
@@ -308,7 +311,7 @@ impl Engine {
     }
 
     /// Lends the slot of input `i` if it is a leaf that has one, holds no gradient yet and was offered to nobody else.
-    fn free_slot(&self, node: &Node, i: usize, gradients: &HashMap<u64, Gradient>) -> Option<Tensor> {
+    fn free_slot(&self, node: &Node, i: usize, gradients: &HashMap<u64, Gradient>, given: &[usize]) -> Option<Tensor> {
         let input = node.inputs[i].as_ref()?;
         if self.create_graph || self.wanted.is_some() || input.hooks().is_some() {
             return None;
@@ -316,8 +319,9 @@ impl Engine {
         let taken = gradients.contains_key(&input.seq) || node.inputs[..i].iter().flatten().any(|n| n.seq == input.seq);
         match &mut *input.state() {
             State::Leaf(leaf) if !taken && !leaf.lent && leaf.grad.is_none() => {
-                leaf.lent = leaf.slot.is_some();
-                leaf.slot.as_ref().map(Tensor::shallow_clone)
+                let slot = leaf.slot.as_ref().filter(|slot| !given.contains(&address(slot)));
+                leaf.lent = slot.is_some();
+                slot.map(Tensor::shallow_clone)
             }
             _ => None,
         }

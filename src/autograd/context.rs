@@ -118,6 +118,11 @@ impl Context<'_> {
     }
 }
 
+/// The address of a tensor's allocation.
+pub(super) fn address(t: &Tensor) -> usize {
+    std::ptr::from_ref(t.storage.allocation()).addr()
+}
+
 /// A gradient on its way to a node.
 pub(super) enum Gradient {
     /// Ones: what `backward()` starts from. Nothing is launched until somebody asks for the tensor.
@@ -143,6 +148,14 @@ impl Gradient {
         match self {
             Gradient::One { shape, dtype, device } => Tensor::ones(shape, (*dtype, *device)),
             Gradient::Tensor { tensor, .. } => Ok(tensor.shallow_clone()),
+        }
+    }
+
+    /// The address of its allocation, where it has memory.
+    pub(super) fn address(&self) -> Option<usize> {
+        match self {
+            Gradient::One { .. } => None,
+            Gradient::Tensor { tensor, .. } => Some(address(tensor)),
         }
     }
 

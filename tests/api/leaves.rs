@@ -28,6 +28,19 @@ fn a_moved_leaf_is_the_same_leaf() {
     });
 }
 
+/// The gradient of the result is that of `v` as it is, and is in the memory where that of `w` is to be.
+#[test]
+fn a_gradient_given_in_a_slot_is_not_overwritten() {
+    each_device(|device| {
+        let (w, v, grads) = (leaf(device), leaf(device), Tensor::full(2, 4.0, device).unwrap());
+        w.set_grad_slot(grads.shallow_clone()).unwrap();
+        let half = w.to_dtype(DType::F16).unwrap().mul_scalar(2).unwrap();
+        let y = half.to_dtype(DType::F32).unwrap().add(&v).unwrap();
+        y.backward_with(&grads).unwrap();
+        assert_eq!((vec(&v.grad().unwrap()), vec(&w.grad().unwrap())), (vec![4.0; 2], vec![8.0; 2]), "{device}");
+    });
+}
+
 #[test]
 fn a_leaf_keeps_its_shape_dtype_and_device() {
     each_device(|device| {
