@@ -134,16 +134,17 @@ fn run_on(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let sums = g.sums.filter(|t| ![g.a, g.b].iter().any(|x| x.shares_storage(t)));
     let device = outs[0].device();
     let cpu = is_processor(outs[0].cl_device()?);
-    let numbers = [outs.len() as u64, sums.is_some().into(), precision::planes() as u64, cpu.into()];
+    let planes = precision::planes();
+    let numbers = [outs.len() as u64, sums.is_some().into(), planes as u64, cpu.into()];
     let key = Key { of: OpKind::Gemm, device, numbers: &numbers, exprs: g.epilogue, tensors: &tensors };
     let params = Params::of(g.scalars);
-    let entry = launch_cache::launch(&key, params, || prepare(g, shape, outs, sums))?;
+    let entry = launch_cache::launch(&key, params, || prepare(g, shape, outs, sums, planes))?;
     Ok(sums.is_some() && entry.plan.uses(tensors.len() - 1))
 }
 
 /// The launch plan, whose tensors are the two matrices, the results, the extras, and last `g.sums`, if given. `sums` is that tensor
 /// if the launch may write it.
-fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> Result<LaunchPlan> {
+fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>, planes: usize) -> Result<LaunchPlan> {
     let device = outs[0].cl_device()?;
     let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();
     if !device.info().fp64 && operands.iter().any(|t| t.dtype == DType::F64) {
@@ -155,7 +156,7 @@ fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> R
     let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &others);
     let compute = g.compute();
     let matrices = [g.a, g.b].map(|t| InBuffer { dtype: t.dtype, first: t.layout.offset });
-    let (plan, variant, flipped) = choose(plan, matrices, compute, device);
+    let (plan, variant, flipped) = choose(plan, matrices, planes, compute, device);
     // The indices of the left and the right matrix in the list of tensors.
     let order = if flipped { [1, 0] } else { [0, 1] };
     let sums = sums.filter(|_| !flipped && variant.sums_rows(&plan));
@@ -288,7 +289,13 @@ pub(crate) fn is_processor(device: &ClDevice) -> bool {
 }
 
 /// The kernel for this device and problem, and the plan that it computes: (plan, kernel, whether the plan is transposed).
-fn choose(plan: GemmPlan, matrices: [InBuffer; 2], compute: Compute, device: &ClDevice) -> (GemmPlan, Variant, bool) {
+fn choose(
+    plan: GemmPlan,
+    matrices: [InBuffer; 2],
+    planes: usize,
+    compute: Compute,
+    device: &ClDevice,
+) -> (GemmPlan, Variant, bool) {
     let info = device.info();
     let big = info.max_work_group >= THREADS && info.local_memory >= 24 << 10;
     if is_processor(device) || !big {
@@ -300,7 +307,7 @@ fn choose(plan: GemmPlan, matrices: [InBuffer; 2], compute: Compute, device: &Cl
     let (plan, flip) = along_rows(plan);
     let [a, b] = if flip { [matrices[1], matrices[0]] } else { matrices };
     let columns = device.tuned_for(Knob::MmaColumns, class_of(&plan, compute));
-    let mma = Mma::choose(&plan, a, b, (info.compute_units, columns), || device.tensor_cores());
+    let mma = Mma::choose(&plan, planes, a, b, (info.compute_units, columns), || device.tensor_cores());
     let variant = mma.map_or_else(|| tiled(&plan, compute, device), Variant::Mma);
     (plan, variant, flip)
 }

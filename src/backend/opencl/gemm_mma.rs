@@ -178,12 +178,13 @@ impl Mma {
     /// too small, or not contiguous in any direction. `cores` is called last, because its answer takes building a kernel.
     pub(crate) fn choose(
         plan: &GemmPlan,
+        planes: usize,
         a: InBuffer,
         b: InBuffer,
         device: (usize, usize),
         cores: impl FnOnce() -> TensorCores,
     ) -> Option<Mma> {
-        let planes = planes(a.dtype);
+        let planes = if a.dtype == DType::F32 { planes } else { 1 };
         let (tiles, depth) = tiles(a.dtype, planes, false)?;
         let fits = i32::MAX as usize;
         if a.dtype != b.dtype || plan.k < depth || plan.k > fits {

@@ -24,7 +24,7 @@ thread_local! {
 ///   exact for values above 2⁻¹⁰²; of smaller ones, bits below 2⁻¹³³ may be lost.
 /// - `"high"`: each f32 is split into a sum of two bf16 (16 bits), for about half the work.
 /// - `"medium"`: of each f32 the first 11 bits are multiplied (TF32), for a sixth of the work. PyTorch computes convolutions like this on
-///   CUDA unless `torch.backends.cudnn.allow_tf32` is false.
+///   CUDA unless `torch.backends.cudnn.allow_tf32` is false. A NaN whose first 10 bits of payload are zeros counts as an infinity.
 ///
 /// Without tensor cores, for small matrices, and for every other dtype all three are the same.
 ///

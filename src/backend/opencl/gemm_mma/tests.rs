@@ -15,7 +15,7 @@ fn choose([m, n, k]: [usize; 3], dtype: DType, pad: usize, first: usize, cores: 
     let (a, b, out) = (layout(m, k, pad), layout(k, n, 0), layout(m, n, 0));
     let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
     let at = |first| InBuffer { dtype, first };
-    Mma::choose(&plan, at(first), at(0), (132, 256), || cores)
+    Mma::choose(&plan, 3, at(first), at(0), (132, 256), || cores)
 }
 
 #[test]
