@@ -279,7 +279,8 @@ fn tiles(
     let (side, lines) = match info.kind {
         DeviceKind::Cpu => (device.tuned_for(Knob::TransposeLine, class), Some(Lines { streamed })),
         _ => {
-            let fits = |side: &usize| side * (side + 1) * size <= TILES.min(info.local_memory);
+            // With the padding of columns that `source` has.
+            let fits = |side: &usize| side * (side + (32 / side).max(1)) * size <= TILES.min(info.local_memory);
             let sides = [device.tuned_for(Knob::TransposeTile, class), 32, 16].into_iter().filter(fits);
             // Few large tiles would leave most of the device idle.
             let count = strided.dims.iter().product::<usize>();
