@@ -329,10 +329,6 @@ impl Convolution for ImplicitGemm {
         let Windows { kernel, stride, .. } = self.windows;
         let (count, last) = (stride[0] * stride[1], self.last[0]);
         let filled = self.outer.next_multiple_of(PIECE / self.dtype.size());
-        if let Some(blocks) = self.blocks() {
-            let sizes = blocks.sizes(self.n, self.inner, filled);
-            return !biased && self.choose(sizes, WindowsAs::Left, true).is_some();
-        }
         if count > PHASES || !last && count > 1 && kernel[0] * kernel[1] < TAPS * count {
             return false;
         }
@@ -344,19 +340,12 @@ impl Convolution for ImplicitGemm {
         (whole || last && !biased) && phases.iter().all(has_kernel)
     }
 
-    /// By blocks, or of each phase a convolution of windows that are next to each other: with the padding that brings every element to the
-    /// windows it is in, and the taps that it has there.
+    /// Of each phase, a convolution of windows that are next to each other: with the padding that brings every element to the windows it
+    /// is in, and the taps that it has there.
     fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let _recorded = operation(|| of_convolution("conv_transpose2d", &self.windows, y, weight));
         let ([n, ..], [h, w], stride) = (four(y), self.windows.image, self.windows.stride);
         let (channels, last) = (self.groups * self.inner, self.last[0] || is_last(y));
-        if let Some(blocks) = self.blocks() {
-            let (windows, matrix) = (with_taps(y, Strided::images(y, 1), blocks.steps())?, blocks.matrix(weight)?);
-            let [rows, columns] = windows.1.grid;
-            let out = result([n, blocks.sizes(n, self.inner, 1)[1], rows, columns], true, false, y)?;
-            self.multiply(windows, matrix, None, (&out, false, true))?;
-            return blocks.images(&out, [h, w], last).map(written);
-        }
         let (phases, whole) = self.reached();
         let out = result([n, channels, h, w], last, !whole, y)?;
         let step = |d: usize| out.strides()[d].unsigned_abs();
@@ -385,6 +374,25 @@ impl Convolution for ImplicitGemm {
             self.multiply(windows, matrix, bias, (&out.with_layout(part), stride != [1, 1], last))?;
         }
         Ok(written(out))
+    }
+
+    fn image_gradient(&self, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        let Some(blocks) = self.blocks() else { return self.images(y, weight, None) };
+        let _recorded = operation(|| of_convolution("conv_transpose2d", &self.windows, y, weight));
+        let ([n, ..], last) = (four(y), self.last[0] || is_last(y));
+        let (windows, matrix) = (with_taps(y, Strided::images(y, 1), blocks.steps())?, blocks.matrix(weight)?);
+        let [rows, columns] = windows.1.grid;
+        let out = result([n, blocks.sizes(n, self.inner, 1)[1], rows, columns], true, false, y)?;
+        self.multiply(windows, matrix, None, (&out, false, true))?;
+        blocks.images(&out, self.windows.image, last).map(written)
+    }
+
+    fn makes_image_gradient(&self) -> bool {
+        let filled = self.outer.next_multiple_of(PIECE / self.dtype.size());
+        match self.blocks() {
+            Some(blocks) => self.choose(blocks.sizes(self.n, self.inner, filled), WindowsAs::Left, true).is_some(),
+            None => self.makes_images(false),
+        }
     }
 
     fn fills(&self, slot: &Tensor) -> bool {

@@ -13,6 +13,14 @@ pub(crate) trait Convolution: Send + Sync {
     fn makes_images(&self, _biased: bool) -> bool {
         true
     }
+    /// The gradient of images, which may compute zeros times what is not finite where [`images`](Self::images) has no element.
+    fn image_gradient(&self, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        self.images(y, weight, None)
+    }
+    /// Whether [`image_gradient`](Self::image_gradient) may be called.
+    fn makes_image_gradient(&self) -> bool {
+        self.makes_images(false)
+    }
     /// Whether the gradient of the weight can be written to this tensor of its shape.
     fn fills(&self, slot: &Tensor) -> bool {
         slot.is_contiguous()

@@ -397,7 +397,8 @@ impl ConvProblem {
             gradients.push(match (ctx.needs(0), transposed) {
                 (false, _) => None,
                 (true, true) => Some(direct.windows(&grad, weight, None)?),
-                (true, false) => Some(self.images(&*direct, &grad, weight, None)?),
+                (true, false) if direct.makes_image_gradient() => Some(direct.image_gradient(&grad, weight)?),
+                (true, false) => Some(ByColumns(self).images(&grad, weight, None)?),
             });
             gradients.push(None);
             if let Some(x) = x.filter(|_| ctx.needs(1)) {

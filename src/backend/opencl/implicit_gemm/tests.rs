@@ -272,6 +272,25 @@ fn whole_rows_of_few_channels() {
     }
 }
 
+/// An infinity reaches the elements of its window alone, although the image gradient of as few channels is made by blocks.
+#[test]
+fn transposed_to_few_channels() {
+    if opencl::count() == 0 {
+        return;
+    }
+    let run = |device| {
+        let x = whole(&[1, 16, 8, 8], 1, DType::F16, device);
+        x.narrow(2, 3, 1).unwrap().narrow(3, 2, 1).unwrap().narrow(1, 0, 1).unwrap().fill_(f32::INFINITY).unwrap();
+        let weight = whole(&[16, 3, 4, 4], 4, DType::F16, device) + 3.0;
+        let options = ConvTransposeOptions { stride: [2, 2], padding: [1, 1].into(), ..Default::default() };
+        let y = x.conv_transpose2d(&weight, None, options).unwrap().to_dtype(DType::F32).unwrap();
+        y.to_device(Device::Cpu).unwrap().to_vec::<f32>().unwrap()
+    };
+    let (want, got) = (run(Device::Cpu), pretending(|| run(Device::OpenCL(0))));
+    assert_eq!(want.iter().filter(|y| !y.is_finite()).count(), 3 * 4 * 4);
+    assert_eq!(got, want);
+}
+
 /// Zeros around images and behind the channels of groups; every order of dims; parts of images.
 #[test]
 fn copies_are_channels_last() {
@@ -317,7 +336,7 @@ fn what_is_left_to_columns() {
             whole(&[case.n, c, case.image[0], case.image[1]], 1, dtype, device),
             whole(&[o, c / groups, kh, kw], 2, dtype, device),
         );
-        pretending(|| ImplicitGemm::new(w, &x, &weight, groups, single).map(|made| made.makes_images(false)))
+        pretending(|| ImplicitGemm::new(w, &x, &weight, groups, single).map(|made| made.makes_image_gradient()))
     };
     let (one, none) = ([1, 1], [0, 0]);
     let plain = |channels, kernel| Case::new(2, channels, [14, 14], kernel).with(one, none, one, 1);
