@@ -143,7 +143,7 @@ fn run_on(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
 }
 
 /// The launch plan, whose tensors are the two matrices, the results, the extras, and last `g.sums`, if given. `sums` is that tensor
-/// if the launch may write it.
+/// if the launch may write it, and `planes` how many bf16 an f32 is split into.
 fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>, planes: usize) -> Result<LaunchPlan> {
     let device = outs[0].cl_device()?;
     let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();

@@ -73,17 +73,18 @@ const SINGLE: [Tile; 5] = [
     mma_tile(64, 64, 16, (2, 2), 4),
 ];
 
-/// The same two for products of f32 as TF32. wgmma takes it only along k.
-const TF32: [Tile; 6] = [
-    wgmma_tile(256, 32, 4),
-    wgmma_tile(128, 32, 4),
-    wgmma_tile(64, 32, 4),
-    mma_tile(128, 256, 32, (2, 4), 3),
-    mma_tile(128, 128, 16, (2, 2), 4),
-    mma_tile(64, 64, 32, (2, 2), 4),
-];
+/// Tiles for f32 as TF32: those for halves, with slices of as many bytes. wgmma multiplies TF32 only where both matrices are along k.
+const TF32: [Tile; 6] = {
+    let mut tiles = HALF;
+    let mut i = 0;
+    while i < tiles.len() {
+        tiles[i].k /= 2;
+        i += 1;
+    }
+    tiles
+};
 
-/// How many times as long as the quickest one a kernel may be estimated to take, at most, that is taken because it occupies the device.
+/// A tile without wgmma that occupies the device is chosen if its estimated time is at most this many times the shortest one.
 const SLOWER: f64 = 1.3;
 /// Columns of the narrowest tiles.
 const MIN_TILE: usize = 64;
@@ -158,7 +159,7 @@ pub(crate) struct InBuffer {
     pub(crate) first: usize,
 }
 
-/// The planes that elements are multiplied in: f32 is TF32 where it has one.
+/// How many bf16 an element is split into: 1 for halves, and for f32 that is multiplied as TF32.
 pub(crate) fn planes(dtype: DType) -> usize {
     if dtype == DType::F32 { precision::planes() } else { 1 }
 }
@@ -174,8 +175,9 @@ fn tiles(dtype: DType, planes: usize, few: bool) -> Option<(&'static [Tile], usi
 }
 
 impl Mma {
-    /// The kernel for this problem; `device` has the number of compute units and the most columns of a tile. None where the matrices are
-    /// too small, or not contiguous in any direction. `cores` is called last, because its answer takes building a kernel.
+    /// The kernel for this problem; an f32 is split into so many planes, and `device` has the number of compute units and the most columns of
+    /// a tile. None where the matrices are too small, or not contiguous in any direction. `cores` is called last, because its answer
+    /// takes building a kernel.
     pub(crate) fn choose(
         plan: &GemmPlan,
         planes: usize,
