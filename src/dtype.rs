@@ -1,6 +1,7 @@
 //! Element types: what a tensor's bytes mean.
 
 mod promotion;
+mod range;
 
 use std::fmt;
 
@@ -239,15 +240,6 @@ impl Scalar {
             Scalar::Float(x) => x as i64,
             Scalar::Int(i) => i,
         }
-    }
-
-    /// An error where it would lose its fraction: a number that is not whole, for a dtype of integers.
-    pub(crate) fn check_whole(self, op: &'static str, dtype: DType) -> Result<()> {
-        let x = self.to_f64();
-        if dtype.is_float() || x.fract() == 0.0 {
-            return Ok(());
-        }
-        Err(Error::invalid(op, format!("{x} is not whole and the tensor is {dtype}: convert it with .to_dtype()")))
     }
 
     /// The bytes of one element of `dtype` with this value, into `out`, which has just that size. As kernels store it:

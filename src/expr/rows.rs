@@ -4,7 +4,8 @@
 //! /// What it computes. PyTorch: `its_name`.
 //! name (operands; scalar arguments = a value to test with or a default) + name_in_place_: accepts -> output
 //!     { the formula, of expressions } { the closed form, of f64 } on [a range for each operand]
-//!     masks [operands that are masks] derivative [one for each operand, where the symbolic one will not do];
+//!     masks [operands that are masks] derivative [one for each operand, where the symbolic one will not do]
+//!     numbers [scalar arguments that have to fit the dtype, each with its `Role`];
 //! ```
 
 /// Calls a macro with all rows.
@@ -20,10 +21,12 @@ macro_rules! rows {
             mul (x, other) + mul_: Any -> Same { x * other } { x * other } on [-3.0..3.0, -3.0..3.0];
             /// `x + alpha * other`. PyTorch: `add` with `alpha`.
             add_alpha (x, other; alpha = -0.7 or 1.0) + add_alpha_: Any -> Same
-                { x + alpha * other } { x + alpha * other } on [-3.0..3.0, -3.0..3.0];
+                { x + alpha * other } { x + alpha * other } on [-3.0..3.0, -3.0..3.0]
+                numbers [alpha Factor];
             /// `x - alpha * other`. PyTorch: `sub` with `alpha`.
             sub_alpha (x, other; alpha = -0.7 or 1.0) + sub_alpha_: Any -> Same
-                { x - alpha * other } { x - alpha * other } on [-3.0..3.0, -3.0..3.0];
+                { x - alpha * other } { x - alpha * other } on [-3.0..3.0, -3.0..3.0]
+                numbers [alpha Factor];
             /// The quotient; of integers in floats. PyTorch: `div`.
             div (x, other) + div_: Float -> Same { x / other } { x / other } on [-3.0..3.0, 0.5..3.0];
             /// The quotient without its fraction; an integer divisor of 0 is an error. PyTorch: `div` with
@@ -91,7 +94,8 @@ macro_rules! rows {
                 { x * scale + shift } { x * scale + shift } on [-3.0..3.0];
             /// `x + value * tensor1 * tensor2`. PyTorch: `addcmul`.
             addcmul (x, tensor1, tensor2; value = -0.7 or 1.0) + addcmul_: Any -> Same
-                { x + value * tensor1 * tensor2 } { x + value * tensor1 * tensor2 } on [-3.0..3.0, -3.0..3.0, -3.0..3.0];
+                { x + value * tensor1 * tensor2 } { x + value * tensor1 * tensor2 } on [-3.0..3.0, -3.0..3.0, -3.0..3.0]
+                numbers [value Factor];
             /// `x + value * tensor1 / tensor2`. PyTorch: `addcdiv`.
             addcdiv (x, tensor1, tensor2; value = -0.7 or 1.0) + addcdiv_: Float -> Same
                 { x + value * tensor1 / tensor2 } { x + value * tensor1 / tensor2 } on [-3.0..3.0, -3.0..3.0, 0.5..3.0];
@@ -197,7 +201,8 @@ macro_rules! rows {
                 { x * (180.0 / std::f64::consts::PI) } { x.to_degrees() } on [-7.0..7.0];
             /// x with other numbers for NaN and the infinities. PyTorch: `nan_to_num`.
             nan_to_num (x; nan = 0.5 or 0.0, posinf = 9.0, neginf = -9.0) + nan_to_num_: Any -> Same
-                { x.nan_to_num(nan, posinf, neginf) } { x } on [-3.0..3.0];
+                { x.nan_to_num(nan, posinf, neginf) } { x } on [-3.0..3.0]
+                numbers [nan Element, posinf Element, neginf Element];
 
             // ---- exponentials and logarithms ----
             /// e to the power of x. PyTorch: `exp`.
@@ -288,23 +293,27 @@ macro_rules! rows {
             // ---- bounds and choices ----
             /// x, but not below min nor above max, which is the result where it is below min. PyTorch: `clamp`.
             clamp (x; min = -1.0, max = 1.5) + clamp_: Any -> Same
-                { x.clamp(min, max) } { x.max(min).min(max) } on [-3.0..3.0];
+                { x.clamp(min, max) } { x.max(min).min(max) } on [-3.0..3.0]
+                numbers [min Lower, max Upper];
             /// [`clamp`](Self::clamp) with bounds for each element. PyTorch: `clamp`.
             clamp_tensor (x, min, max) + clamp_tensor_: Any -> Same
                 { x.clamp(min, max) } { x.max(min).min(max) } on [-3.0..3.0, -2.0..0.0, 0.0..2.0];
             /// x, but not below min. PyTorch: `clamp_min`.
             clamp_min (x; min = 0.5) + clamp_min_: Any -> Same
-                { x.lt(min).select(min, x) } { x.max(min) } on [-3.0..3.0];
+                { x.lt(min).select(min, x) } { x.max(min) } on [-3.0..3.0]
+                numbers [min Lower];
             /// x, but not above max. PyTorch: `clamp_max`.
             clamp_max (x; max = 0.5) + clamp_max_: Any -> Same
-                { max.lt(x).select(max, x) } { x.min(max) } on [-3.0..3.0];
+                { max.lt(x).select(max, x) } { x.min(max) } on [-3.0..3.0]
+                numbers [max Upper];
             /// `input` where this tensor is not 0, else `other`. PyTorch: `where`.
             where_cond (condition, input, other): Any -> Same
                 { condition.select(input, other) } { if condition != 0.0 { input } else { other } } on [-1.0..1.0, -3.0..3.0, -3.0..3.0]
                 masks [0];
             /// x where the mask is 0, else the value. PyTorch: `masked_fill`.
             masked_fill (x, mask; value = 7.0) + masked_fill_: Any -> Same
-                { mask.select(value, x) } { if mask != 0.0 { value } else { x } } on [-3.0..3.0, -1.0..1.0] masks [1];
+                { mask.select(value, x) } { if mask != 0.0 { value } else { x } } on [-3.0..3.0, -1.0..1.0] masks [1]
+                numbers [value Element];
 
             // ---- activations ----
             /// The logistic function `1 / (1 + exp(-x))`. PyTorch: `sigmoid`.
@@ -349,7 +358,8 @@ macro_rules! rows {
             softsign (x): Float -> Same { x / (1.0 + x.abs()) } { x / (1.0 + x.abs()) } on [-3.0..3.0];
             /// x between the bounds; the gradient is 0 on them. PyTorch: `hardtanh`.
             hardtanh (x; min_val = -1.0 or -1.0, max_val = 1.5 or 1.0) + hardtanh_: Any -> Same
-                { x.hardtanh(min_val, max_val) } { x.max(min_val).min(max_val) } on [-3.0..3.0];
+                { x.hardtanh(min_val, max_val) } { x.max(min_val).min(max_val) } on [-3.0..3.0]
+                numbers [min_val Lower, max_val Upper];
             /// `min(max(x / 6 + 1/2, 0), 1)`. PyTorch: `hardsigmoid`.
             hardsigmoid (x) + hardsigmoid_: Float -> Same
                 { (x + 3.0).hardtanh(0.0, 6.0) / 6.0 } { ((x + 3.0) / 6.0).clamp(0.0, 1.0) } on [-5.0..5.0];
@@ -369,7 +379,8 @@ macro_rules! rows {
                 { x.abs().le(lambd).select(0.0, x) } { if x.abs() > lambd { x } else { 0.0 } } on [-3.0..3.0];
             /// x where it is above the threshold, else the value. PyTorch: `threshold`.
             threshold (x; threshold_at "threshold" = 0.3, value = -2.0) + threshold_: Any -> Same
-                { x.le(threshold_at).select(value, x) } { if x > threshold_at { x } else { value } } on [-3.0..3.0];
+                { x.le(threshold_at).select(value, x) } { if x > threshold_at { x } else { value } } on [-3.0..3.0]
+                numbers [value Element];
 
             // ---- comparisons ----
             /// Whether the two are equal. PyTorch: `eq`.
@@ -385,17 +396,23 @@ macro_rules! rows {
             /// Whether x is greater or equal. PyTorch: `ge`.
             ge (x, other) + ge_: Any -> Bool { x.ge(other) } { (x >= other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
             /// Whether x equals a number. PyTorch: `eq`.
-            eq_scalar (x; other = 0.5) + eq_scalar_: Any -> Bool { x.eq(other) } { (x == other) as u8 as f64 } on [-3.0..3.0];
+            eq_scalar (x; other = 0.5) + eq_scalar_: Any -> Bool { x.eq(other) } { (x == other) as u8 as f64 } on [-3.0..3.0]
+                numbers [other Compared];
             /// Whether x differs from a number. PyTorch: `ne`.
-            ne_scalar (x; other = 0.5) + ne_scalar_: Any -> Bool { x.ne(other) } { (x != other) as u8 as f64 } on [-3.0..3.0];
+            ne_scalar (x; other = 0.5) + ne_scalar_: Any -> Bool { x.ne(other) } { (x != other) as u8 as f64 } on [-3.0..3.0]
+                numbers [other Compared];
             /// Whether x is less than a number. PyTorch: `lt`.
-            lt_scalar (x; other = 0.5) + lt_scalar_: Any -> Bool { x.lt(other) } { (x < other) as u8 as f64 } on [-3.0..3.0];
+            lt_scalar (x; other = 0.5) + lt_scalar_: Any -> Bool { x.lt(other) } { (x < other) as u8 as f64 } on [-3.0..3.0]
+                numbers [other Compared];
             /// Whether x is less than or equal to a number. PyTorch: `le`.
-            le_scalar (x; other = 0.5) + le_scalar_: Any -> Bool { x.le(other) } { (x <= other) as u8 as f64 } on [-3.0..3.0];
+            le_scalar (x; other = 0.5) + le_scalar_: Any -> Bool { x.le(other) } { (x <= other) as u8 as f64 } on [-3.0..3.0]
+                numbers [other Compared];
             /// Whether x is greater than a number. PyTorch: `gt`.
-            gt_scalar (x; other = 0.5) + gt_scalar_: Any -> Bool { x.gt(other) } { (x > other) as u8 as f64 } on [-3.0..3.0];
+            gt_scalar (x; other = 0.5) + gt_scalar_: Any -> Bool { x.gt(other) } { (x > other) as u8 as f64 } on [-3.0..3.0]
+                numbers [other Compared];
             /// Whether x is greater than or equal to a number. PyTorch: `ge`.
-            ge_scalar (x; other = 0.5) + ge_scalar_: Any -> Bool { x.ge(other) } { (x >= other) as u8 as f64 } on [-3.0..3.0];
+            ge_scalar (x; other = 0.5) + ge_scalar_: Any -> Bool { x.ge(other) } { (x >= other) as u8 as f64 } on [-3.0..3.0]
+                numbers [other Compared];
 
             // ---- logic and kinds of numbers ----
             /// Whether both are not 0. PyTorch: `logical_and`.

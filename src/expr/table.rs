@@ -7,8 +7,11 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use smallvec::SmallVec;
+
 use crate::expr::Expr;
 use crate::expr::rows::rows;
+use crate::{DType, Result, Scalar};
 
 /// What a row makes of its operands' dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +33,40 @@ pub enum Accepts {
     Float,
     /// Integers and `Bool`; floats are refused.
     Integer,
+}
+
+/// How a row uses a scalar argument, where the number has to fit the dtype.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// An element of the result.
+    Element,
+    /// The result where an operand is below.
+    Lower,
+    /// The result where an operand is above.
+    Upper,
+    /// A factor.
+    Factor,
+    /// Compared with elements, and rounded as they are.
+    Compared,
+}
+
+impl Role {
+    /// The number that the row computes with in `dtype`.
+    fn apply(self, op: &'static str, number: Scalar, dtype: DType) -> Result<Scalar> {
+        let x = number.to_f64();
+        match self {
+            Role::Element => return number.stored(op, dtype),
+            Role::Factor => number.check_factor(op, dtype)?,
+            // A bound on the other side of the range is never reached.
+            Role::Lower if x > 0.0 => number.check_within(op, dtype)?,
+            Role::Upper if x < 0.0 => number.check_within(op, dtype)?,
+            Role::Compared if matches!(dtype, DType::F16 | DType::BF16) && dtype.rounded(x).is_finite() => {
+                return Ok(dtype.rounded(x).into());
+            }
+            _ => {}
+        }
+        Ok(number)
+    }
 }
 
 /// Made of the operands and the scalar arguments.
@@ -65,6 +102,7 @@ pub struct Row {
     pub reference: fn(&[f64], &[f64]) -> f64,
     formula: Formula<Expr>,
     derivative: Option<Formula<Vec<Expr>>>,
+    roles: &'static [(&'static str, Role)],
     derived: OnceLock<Derived>,
 }
 
@@ -98,6 +136,25 @@ impl Row {
         (self.formula)(operands, scalars)
     }
 
+    /// The scalar arguments as the row computes with them in `dtype`, in `buffer` where they may differ.
+    pub(crate) fn scalars_in<'a>(
+        &self,
+        scalars: &'a [Scalar],
+        dtype: DType,
+        buffer: &'a mut SmallVec<[Scalar; 3]>,
+    ) -> Result<&'a [Scalar]> {
+        if self.roles.is_empty() {
+            return Ok(scalars);
+        }
+        buffer.extend_from_slice(scalars);
+        for (number, (name, _)) in buffer.iter_mut().zip(self.scalars) {
+            if let Some((_, role)) = self.roles.iter().find(|(of, _)| of == name) {
+                *number = role.apply(self.name, *number, dtype)?;
+            }
+        }
+        Ok(buffer)
+    }
+
     /// The derivatives with respect to each operand: the row's own, where the symbolic one would lose digits or be
     /// undefined at a point where the true one is not. The constant 0 where there is none.
     pub fn derivatives(&self) -> &[Expr] {
@@ -117,13 +174,13 @@ macro_rules! define {
         $(#[doc = $doc:literal])+
         $name:ident ($($x:ident),+ $(; $($s:ident $($called:literal)? = $sample:literal $(or $default:literal)?),+)?) $(+ $inplace:ident)?: $accepts:ident -> $output:ident
         { $formula:expr } { $reference:expr } on [$($low:literal..$high:literal),+]
-        $(masks $masks:tt)? $(derivative [$($derivative:expr),+])?;
+        $(masks $masks:tt)? $(derivative [$($derivative:expr),+])? $(numbers [$($number:ident $role:ident),+])?;
     )*) => {
         /// Every row by its name.
         #[allow(non_upper_case_globals, unused_variables)]
         pub(crate) mod rows {
             use std::sync::OnceLock;
-            use crate::expr::table::{Accepts, Expr, Output, Row};
+            use crate::expr::table::{Accepts, Expr, Output, Role, Row};
             $(
                 pub(crate) static $name: Row = Row {
                     name: stringify!($name),
@@ -148,6 +205,7 @@ macro_rules! define {
                         $formula
                     },
                     derivative: derivative!([$($x),+] [$($($s),+)?] $([$($derivative),+])?),
+                    roles: &[$($((stringify!($number), Role::$role)),+)?],
                     derived: OnceLock::new(),
                 };
             )*

@@ -66,7 +66,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a value that is not whole in a dtype of integers, [`Error::NoDevice`], [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for a number out of the dtype's range (as [`Tensor::fill_`] has it), [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn full(
         shape: impl Into<Shape>,
@@ -75,8 +75,7 @@ impl Tensor {
     ) -> Result<Tensor> {
         let _caller = Caller::enter();
         let TensorOptions { dtype, device } = options.into();
-        let value = value.into();
-        value.check_whole("full", dtype)?;
+        let value = value.into().stored("full", dtype)?;
         let out = Tensor::empty_like_shape(shape, dtype, device)?;
         let mut pattern = [0; 8];
         let pattern = &mut pattern[..dtype.size()];

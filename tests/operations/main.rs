@@ -15,6 +15,7 @@ mod in_place;
 mod indexing_edges;
 mod matmul;
 mod memory_formats;
+mod numbers;
 mod one_row;
 mod programs;
 mod reduce;

@@ -46,28 +46,33 @@ mod tests {
     const DTYPES: [DType; 9] =
         [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
 
-    /// Bit by bit what the host computes, at sizes around those of groups; 64-bit numbers wrap.
+    /// Bit by bit what the host computes, at sizes around those of groups.
     #[test]
     fn devices_write_what_the_host_writes() {
         let whole: [(i64, i64); 4] = [(0, 1), (-3, 7), (300, -1), (i64::MAX - 5, 1 << 60)];
         for device in (0..opencl::count()).map(Device::OpenCL) {
             for n in [0, 1, 2, 63, 64, 65, 511, 512, 513, 5003] {
                 for dtype in DTYPES.into_iter().filter(|&t| t != DType::F64 || device.info().unwrap().fp64) {
-                    let all = |device| -> Result<Vec<Tensor>> {
+                    let all = |device| -> Vec<Result<Tensor>> {
                         let mut made = vec![
-                            Tensor::linspace(-1.7, 300.1, n, (dtype, device))?,
-                            Tensor::linspace(5.0, f64::from(f32::MIN_POSITIVE), n, (dtype, device))?,
-                            Tensor::arange(-0.3, n as f64 * 0.0999 - 0.3, 0.1, (dtype, device))?,
+                            Tensor::linspace(-1.7, 300.1, n, (dtype, device)),
+                            Tensor::linspace(250.0, 1.5, n, (dtype, device)),
+                            Tensor::linspace(5.0, f64::from(f32::MIN_POSITIVE), n, (dtype, device)),
+                            Tensor::arange(-0.3, n as f64 * 0.0999 - 0.3, 0.1, (dtype, device)),
                         ];
                         for (start, step) in whole {
                             // Saturated at the largest i64.
                             let end = Scalar::Int(start.saturating_add(step.saturating_mul(n as i64)));
-                            made.push(Tensor::arange(start, end, step, (dtype, device))?);
+                            made.push(Tensor::arange(start, end, step, (dtype, device)));
                         }
-                        Ok(made)
+                        made
                     };
-                    for (i, (got, right)) in all(device).unwrap().iter().zip(all(Device::Cpu).unwrap()).enumerate() {
-                        let got = got.to_device(Device::Cpu).unwrap();
+                    for (i, made) in all(device).into_iter().zip(all(Device::Cpu)).enumerate() {
+                        let (got, right) = match made {
+                            (Ok(got), Ok(right)) => (got.to_device(Device::Cpu).unwrap(), right),
+                            (Err(_), Err(_)) => continue, // out of the dtype's range
+                            made => panic!("{i}: {n} of {dtype} on {device}: {made:?}"),
+                        };
                         assert!(got.equal(&right).unwrap(), "{i}: {n} of {dtype} on {device}: {got} for {right}");
                     }
                 }

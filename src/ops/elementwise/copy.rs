@@ -294,15 +294,25 @@ impl Tensor {
         Ok(self)
     }
 
-    /// Sets every element to `value`, converted to the dtype. In place.
+    /// Sets every element to `value`, converted to the dtype: integers drop a fraction, and a negative integer wraps in an unsigned
+    /// dtype. In place.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let x = Tensor::zeros(2, (DType::U8, Device::Cpu))?;
+    /// assert_eq!(x.fill_(7.5)?.to_vec::<u8>()?, [7, 7]);
+    /// let refused = x.fill_(256.0).unwrap_err().to_string();
+    /// assert_eq!(refused, "fill_: 256.0 is out of the range of u8, 0 to 255");
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
     ///
     /// # Errors
+    /// [`crate::Error::Invalid`] for a number out of the dtype's range, such as NaN for integers, and a finite one that rounds to infinity;
     /// [`crate::Error::Autograd`] where this is a leaf that requires a gradient, or a view of one; [`crate::Error::Invalid`] on
     /// an expanded view.
     pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "fill_";
-        let scalars = [value.into()];
-        scalars[0].check_whole(op, self.dtype)?;
+        let scalars = [value.into().stored(op, self.dtype)?];
         let change = autograd::in_place(op, self, &[])?;
         elementwise::apply_into(op, &[], Params::of(&scalars), slice::from_ref(&*SCALAR), &[self])?;
         change.into_iter().for_each(InPlace::overwritten);

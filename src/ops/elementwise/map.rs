@@ -133,20 +133,20 @@ impl Tensor {
     ) -> Result<()> {
         let op = "map_into";
         let (program, whole) = checked_into(op, inputs, scalars.len(), outputs, f)?;
-        whole.map_or(Ok(()), |dtype| scalars.iter().try_for_each(|s| s.check_whole(op, dtype)))?;
+        check_scalars(op, whole, scalars)?;
         apply_into(op, inputs, Params::of(scalars), program.exprs(), outputs)
     }
 }
 
-/// The formulas of [`Tensor::map_into`], where all it is given goes together; with the dtype that scalars have to be whole
-/// numbers of, if they do.
+/// The formulas of [`Tensor::map_into`], where all it is given goes together; with whether scalars have to be whole
+/// numbers.
 fn checked_into(
     op: &'static str,
     inputs: &[&Tensor],
     scalars: usize,
     outputs: &[&Tensor],
     f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
-) -> Result<(Arc<Program>, Option<DType>)> {
+) -> Result<(Arc<Program>, bool)> {
     let Some(first) = outputs.first() else { return Err(Error::invalid(op, "it needs at least one output")) };
     for (i, out) in outputs.iter().enumerate() {
         autograd::check_unrecorded(op, out, inputs)?;
@@ -157,7 +157,12 @@ fn checked_into(
     }
     let program = formulas(op, (inputs.len(), scalars), outputs.len(), f)?;
     let whole = compute_type(&program, inputs, outputs) == Compute::I64;
-    Ok((program, whole.then_some(first.dtype)))
+    Ok((program, whole))
+}
+
+/// An error for a scalar that integers are computed with and that is none.
+fn check_scalars(op: &'static str, whole: bool, scalars: &[Scalar]) -> Result<()> {
+    if whole { scalars.iter().try_for_each(|s| s.check_factor(op, DType::I64)) } else { Ok(()) }
 }
 
 /// [`Tensor::map_into`] of tensors that stay, to be launched again and again with other scalars: all but the launch is done
@@ -183,8 +188,8 @@ pub struct MapInto {
     outputs: Vec<Tensor>,
     scalars: usize,
     program: Arc<Program>,
-    /// The dtype that scalars have to be whole numbers of.
-    whole: Option<DType>,
+    /// Whether scalars have to be whole numbers.
+    whole: bool,
 }
 
 impl MapInto {
@@ -215,9 +220,7 @@ impl MapInto {
             let reason = format!("{} scalars are given where there are {}", scalars.len(), self.scalars);
             return Err(Error::invalid(self.op, reason));
         }
-        if let Some(dtype) = self.whole {
-            scalars.iter().try_for_each(|s| s.check_whole(self.op, dtype))?;
-        }
+        check_scalars(self.op, self.whole, scalars)?;
         // Pushed one by one: `collect` is a call, and a step is made of such.
         let (mut inputs, mut outputs): (SmallVec<[&Tensor; 5]>, SmallVec<[&Tensor; 5]>) = Default::default();
         self.inputs.iter().for_each(|t| inputs.push(t));

@@ -49,7 +49,6 @@ fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DTy
         }
         _ => {}
     }
-    scalars.iter().filter(|_| !common.is_float()).try_for_each(|s| s.check_whole(op, common))?;
     Ok(common)
 }
 
@@ -103,6 +102,8 @@ impl Row {
     pub(crate) fn apply_into(&'static self, inputs: &[&Tensor], scalars: &[Scalar], out: &Tensor) -> Result<bool> {
         self.check_counts(inputs, scalars)?;
         let common = common_dtype(self, inputs, scalars)?;
+        let mut held = SmallVec::new();
+        let scalars = self.scalars_in(scalars, common, &mut held)?;
         let dtype = if self.output == Output::Bool { DType::Bool } else { common };
         let device = same_device(self.name, inputs)?;
         let fits = (dtype, device) == (out.dtype, out.device()) && broadcast_shape(self.name, inputs)? == *out.shape();
@@ -149,6 +150,8 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
         return apply_row(row, &wide.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
     }
     let common = common_dtype(row, inputs, scalars)?;
+    let mut held = SmallVec::new();
+    let scalars = row.scalars_in(scalars, common, &mut held)?;
     let arguments = || scalars.iter().map(|&s| s.into()).collect();
     replaced!(row.name, inputs; arguments);
     if !all_are(common, row, inputs)
@@ -204,6 +207,8 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
     same_device(row.name, inputs)?;
     let (target, others) = (inputs[0], &inputs[1..]);
     let common = common_dtype(row, inputs, scalars)?;
+    let mut held = SmallVec::new();
+    let scalars = row.scalars_in(scalars, common, &mut held)?;
     if row.output == Output::Same {
         promote::check_in_place(row.name, common, target)?;
     }
@@ -281,7 +286,7 @@ macro_rules! methods {
         $(#[doc = $doc:literal])+
         $name:ident $args:tt $(+ $inplace:ident)?: $accepts:ident -> $output:ident
         $formula:tt $reference:tt on $domain:tt
-        $(masks $masks:tt)? $(derivative $derivative:tt)?;
+        $(masks $masks:tt)? $(derivative $derivative:tt)? $(numbers $numbers:tt)?;
     )*) => {
         /// Elementwise operations: one method for each row of [`ROWS`](crate::ops::ROWS). Operands broadcast against
         /// each other as NumPy's do and may have any strides.

@@ -71,7 +71,7 @@ pub(crate) fn scatter(
 
 /// `alpha` times the source, in its dtype.
 fn scaled(op: &'static str, source: &Tensor, alpha: Scalar) -> Result<Tensor> {
-    alpha.check_whole(op, source.dtype)?;
+    alpha.check_factor(op, source.dtype)?;
     match alpha {
         Scalar::Float(x) if !source.dtype.is_float() => source.mul_scalar(x as i64),
         alpha => source.mul_scalar(alpha),
@@ -80,8 +80,7 @@ fn scaled(op: &'static str, source: &Tensor, alpha: Scalar) -> Result<Tensor> {
 
 /// A scalar expanded to `shape`.
 pub(crate) fn repeated(op: &'static str, value: Scalar, shape: &Shape, like: &Tensor) -> Result<Tensor> {
-    value.check_whole(op, like.dtype)?;
-    let one = Tensor::full((), value, (like.dtype, like.device()))?;
+    let one = Tensor::full((), value, (like.dtype, like.device())).named(op)?;
     Ok(one.with_layout(one.layout.broadcast_to(shape)))
 }
 
@@ -232,7 +231,7 @@ impl Tensor {
     /// [`Tensor::scatter`] of one number (PyTorch's `scatter` with a number for `src`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::gather`]; [`Error::Invalid`] for a fraction into integers.
+    /// As [`Tensor::gather`]; [`Error::Invalid`] for a number out of the dtype's range.
     #[track_caller]
     pub fn scatter_value(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
         let value: Scalar = value.into();
@@ -260,7 +259,7 @@ impl Tensor {
     /// [`Tensor::index_add`] of `alpha` times the source (PyTorch's `index_add` with `alpha`). Differentiable in both.
     ///
     /// # Errors
-    /// As [`Tensor::index_add`]; [`Error::Invalid`] for a fraction of integers.
+    /// As [`Tensor::index_add`]; [`Error::Invalid`] for a fraction of integers, or a number out of their range.
     #[track_caller]
     pub fn index_add_alpha(
         &self,
@@ -278,7 +277,7 @@ impl Tensor {
     /// [`Tensor::index_add_alpha`] in place.
     ///
     /// # Errors
-    /// As [`Tensor::index_add_`]; [`Error::Invalid`] for a fraction of integers.
+    /// As [`Tensor::index_add_`]; [`Error::Invalid`] for a fraction of integers, or a number out of their range.
     pub fn index_add_alpha_(
         &self,
         dim: isize,
@@ -295,7 +294,7 @@ impl Tensor {
     /// indices count from the end. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::index_select`]; [`Error::Invalid`] for a fraction into integers.
+    /// As [`Tensor::index_select`]; [`Error::Invalid`] for a number out of the dtype's range.
     #[track_caller]
     pub fn index_fill(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
         let value: Scalar = value.into();

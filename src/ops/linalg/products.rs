@@ -50,7 +50,7 @@ pub(crate) fn product_in(
     same_device(op, &[a, b])?;
     let shape = product_shape(op, a, b)?;
     let scalars = [alpha, input.map_or(Scalar::Int(0), |(_, beta)| beta)];
-    scalars.iter().try_for_each(|s| s.check_whole(op, dtype))?;
+    scalars.iter().try_for_each(|s| s.check_factor(op, dtype))?;
     if let Some((t, _)) = input {
         same_dtype(op, &[t, a])?;
         same_device(op, &[t, a])?;
@@ -213,7 +213,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mm`]; [`Error::ShapeMismatch`] where this tensor does not broadcast to the product's shape;
-    /// [`Error::Invalid`] for fractions with integers.
+    /// [`Error::Invalid`] for fractions with integers, and numbers out of their range.
     #[track_caller]
     pub fn addmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
         let (op, beta, alpha): (_, Scalar, Scalar) = ("addmm", beta.into(), alpha.into());

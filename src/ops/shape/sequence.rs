@@ -14,8 +14,8 @@ impl Tensor {
     /// said). Each value is `start + i * step`, computed in f64, or in i64 where all three are integers.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a step that is zero or points away from `end` and for numbers that are not finite;
-    /// [`Error::NoDevice`], [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for a step that is zero or points away from `end`, for numbers that are not finite, and for values out of the
+    /// dtype's range (as [`Tensor::fill_`] has it); [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn arange(
         start: impl Into<Scalar>,
@@ -51,7 +51,7 @@ impl Tensor {
     /// `n` values evenly from `start` to `end`, both included, in one dimension (PyTorch's `linspace`).
     ///
     /// # Errors
-    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for values out of the dtype's range; [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn linspace(start: f64, end: f64, n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -67,17 +67,20 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for values out of the dtype's range; [`Error::NoDevice`] and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn logspace(start: f64, end: f64, n: usize, base: f64, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
-        let (power, options) = (Sequence::between(start, end, n), options.into());
+        let (op, power, options) = ("logspace", Sequence::between(start, end, n), options.into());
+        let value = move |i| Scalar::Float(base.powf(power.at(i).to_f64()));
+        check_ends(op, options.dtype, n, value)?;
         let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
-        Tensor::computed("logspace", out, move |i| Scalar::Float(base.powf(power.at(i).to_f64())))
+        Tensor::computed(op, out, value)
     }
 
     /// Written by the device where it can, else by the host.
     fn sequence(op: &'static str, n: usize, options: TensorOptions, values: Sequence) -> Result<Tensor> {
+        check_ends(op, options.dtype, n, |i| values.at(i))?;
         let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
         if n > 0 && backend::fill([&out], |b| b.sequence(values, &out))? {
             return Ok(out);
@@ -110,6 +113,11 @@ impl Tensor {
         out.storage.write(0, &bytes)?;
         Ok(out)
     }
+}
+
+/// An error where the first or the last value, between which all others are, is out of the dtype's range.
+fn check_ends(op: &'static str, dtype: DType, n: usize, value: impl Fn(usize) -> Scalar) -> Result<()> {
+    if n > 0 { [0, n - 1].into_iter().try_for_each(|i| value(i).stored(op, dtype).map(drop)) } else { Ok(()) }
 }
 
 /// `value(i)` as the i-th element; long sequences with all threads of the team.
