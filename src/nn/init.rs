@@ -41,9 +41,9 @@ pub fn constant_(t: &Tensor, value: impl Into<Scalar>) -> Result<()> {
 /// Uniform in `low..high` (`uniform_`).
 ///
 /// # Errors
-/// [`Error::UnsupportedDType`] for integers; [`Error::OutOfMemory`].
+/// As [`Tensor::uniform_`].
 pub fn uniform_(t: &Tensor, low: f64, high: f64) -> Result<()> {
-    fill_from(t, Tensor::rand(t.shape(), t), high - low, low)
+    no_grad(|| t.uniform_(low, high).map(drop))
 }
 
 /// Normal (`normal_`).

@@ -42,8 +42,8 @@ impl Tensor {
         Ok(elementwise::apply(op, inputs, drawn.params(scalars), &[expr], &[dtype])?.remove(0))
     }
 
-    /// Fills with numbers uniform in `from..to` (PyTorch's `uniform_`, which has 0 and 1 where nothing is said). In place,
-    /// one launch.
+    /// Fills with numbers uniform in `from..to`, never `to` in any dtype (PyTorch's `uniform_`, which has 0 and 1 where nothing is said).
+    /// In place, one launch.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -54,14 +54,22 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] where `to` is below `from` or either is not
-    /// finite; as [`Tensor::fill_`].
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] where `to` is below `from`, or either or their difference is
+    /// not finite in the dtype; as [`Tensor::fill_`].
     pub fn uniform_(&self, from: f64, to: f64) -> Result<&Tensor> {
         let op = "uniform_";
         self.dtype.check_float(op)?;
         invalid!(op if !(from <= to && (to - from).is_finite()), "{from}..{to} is no range of finite numbers");
-        let expr = Expr::scalar(0) + Expr::scalar(1) * uniform(self.dtype);
-        self.draw_(op, &[from.into(), (to - from).into()], expr)
+        let dtype = self.dtype;
+        [from, to].into_iter().try_for_each(|end| Scalar::Float(end).check_within(op, dtype))?;
+        Scalar::Float(to - from).check_within(op, dtype.compute().dtype())?;
+        // Bounds the result by the dtype's numbers next to the ends, because rounding may give `to`.
+        let (least, greatest) = (dtype.at_least(from), dtype.at_most(to, from < to));
+        let (least, greatest) =
+            if least <= greatest { (least, greatest) } else { (dtype.rounded(from), dtype.rounded(from)) };
+        let expr = Expr::scalar(0) + Expr::scalar(1) * uniform(dtype);
+        let expr = expr.max(Expr::scalar(2)).min(Expr::scalar(3));
+        self.draw_(op, &[from, to - from, least, greatest].map(Scalar::Float), expr)
     }
 
     /// Fills with normal numbers of this mean and standard deviation (PyTorch's `normal_`, which has 0 and 1 where nothing is
@@ -76,7 +84,7 @@ impl Tensor {
         self.draw_(op, &[mean.into(), std.into()], Expr::scalar(0) + Expr::scalar(1) * Expr::normal(0))
     }
 
-    /// Fills with numbers of the exponential distribution of this rate (PyTorch's `exponential_`). In place, one launch.
+    /// Fills with numbers of the exponential distribution of this rate, all above 0 (PyTorch's `exponential_`). In place, one launch.
     ///
     /// # Errors
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a rate that is not positive; as
@@ -85,7 +93,9 @@ impl Tensor {
         let op = "exponential_";
         self.dtype.check_float(op)?;
         invalid!(op if rate.is_nan() || rate <= 0.0, "the rate {rate} is not positive");
-        self.draw_(op, &[(-1.0 / rate).into()], (-Expr::uniform(0)).log1p() * Expr::scalar(0))
+        let least = if rate.is_finite() { self.dtype.smallest() } else { 0.0 };
+        let expr = ((-Expr::uniform(0)).log1p() * Expr::scalar(0)).max(Expr::scalar(1));
+        self.draw_(op, &[(-1.0 / rate).into(), least.into()], expr)
     }
 
     /// Fills with 1 with probability `p`, else 0; any dtype (PyTorch's `bernoulli_`). In place, one launch.

@@ -182,7 +182,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an empty range or one of more than 2^31 numbers.
+    /// [`Error::Invalid`] for an empty range, one of more than 2^31 numbers, and one out of the dtype's range.
     #[track_caller]
     pub fn randint(low: i64, high: i64, shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -192,9 +192,17 @@ impl Tensor {
         let Some(range) = range else {
             return Err(Error::invalid(op, format!("{low}..{high} must hold between 1 and 2^31 numbers")));
         };
-        let scalars = [Scalar::Int(low), Scalar::Int(range)];
+        let (dtype, last) = (options.dtype, high - 1);
+        [low, last].into_iter().try_for_each(|end| Scalar::Int(end).check_within(op, dtype))?;
         let expr = Expr::bits(0) * Expr::scalar(1) / 4294967296.0 + Expr::scalar(0);
-        generate(op, shape.into(), options, &scalars, expr)
+        if !dtype.is_float() || [low, last].iter().all(|&end| dtype.rounded(end as f64) == end as f64) {
+            return generate(op, shape.into(), options, &[low.into(), range.into()], expr);
+        }
+        // Numbers beyond a float's digits are rounded when stored: those of the dtype that are next to the ends bound them.
+        let (first, last) = (dtype.at_least(low as f64), dtype.at_most(last as f64, false));
+        invalid!(op if first > last, "{low}..{high} holds no number of {dtype}");
+        let scalars = [low, range, first as i64, last as i64].map(Scalar::Int);
+        generate(op, shape.into(), options, &scalars, expr.clamp(Expr::scalar(2), Expr::scalar(3)))
     }
 
     /// The numbers `0..n` in random order, i64 (PyTorch's `randperm`). Shuffled on the host, then brought over.
