@@ -18,6 +18,7 @@ mod memory_formats;
 mod numbers;
 mod one_row;
 mod programs;
+mod random;
 mod reduce;
 mod rounding;
 mod second;

@@ -1,5 +1,8 @@
 //! Random numbers of other distributions: in place, and with parameters in tensors.
 
+use crate::backend::problem::map::Params;
+use crate::device::capture::is_capturing;
+use crate::expr::philox::Seed;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
 use crate::ops::random::{next_seed, uniform};
@@ -163,22 +166,21 @@ impl Tensor {
 
     /// `samples` indices into the last dimension, drawn with probabilities in proportion to the weights there, as i64
     /// (PyTorch's `multinomial`): a vector gives a vector, a matrix a row for each of its rows. Without replacement no
-    /// index comes twice.
-    ///
-    /// Nobody waits to look at the weights: where they are negative, sum to nothing, or too few are positive, indices are in
-    /// range and mean nothing.
+    /// index comes twice. Waits for the device, to check the weights; a captured graph does not, and its replays give
+    /// meaningless indices for weights that are wrong.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
     /// let weights = Tensor::from_slice(&[0f32, 3.0, 0.0, 1.0], 4, Device::Cpu)?;
     /// let drawn = weights.multinomial(10, true)?.to_vec::<i64>()?;
     /// assert!(drawn.iter().all(|i| [1, 3].contains(i)));
+    /// assert!(weights.sub_scalar(1)?.multinomial(10, true).is_err());
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a scalar, three dimensions or more, no
-    /// weights, and more samples than weights without replacement.
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a scalar, three dimensions or more, no weights, a weight
+    /// that is negative or not finite, a row without a weight above 0, and without replacement a row with fewer of them than samples.
     #[track_caller]
     pub fn multinomial(&self, samples: usize, replacement: bool) -> Result<Tensor> {
         let _caller = Caller::enter();
@@ -190,22 +192,79 @@ impl Tensor {
         let n = *n;
         invalid!(op if rows.len() > 1 || n == 0 || (samples > n && !replacement),
             "{samples} indices cannot be drawn from weights of shape {}", self.shape());
-        let weights = self.detach().to_dtype(if self.dtype == DType::F64 { DType::F64 } else { DType::F32 })?;
-        let indices = if replacement {
-            let shares = weights.cumsum(-1)?;
-            let total = shares.narrow(-1, n - 1, 1)?;
-            let totals = total.expand(rows.iter().copied().chain([samples]).collect::<crate::Shape>())?;
-            let points = Tensor::drawn(op, &[&totals], &[], Expr::uniform(0) * Expr::input(0), weights.dtype)?;
-            let indices = shares.searchsorted(&points, true)?;
+        let weights = self.detach();
+        let (least, greatest) = weights.aminmax(-1, true).named(op)?;
+        let checked = !is_capturing(self.device());
+        if checked {
+            for (low, high) in on_host(&least)?.into_iter().zip(on_host(&greatest)?) {
+                let valid = low >= 0.0 && high.is_finite();
+                invalid!(op if !valid, "weights from {low:?} to {high:?}: they have to be finite and not negative");
+                invalid!(op if high == 0.0, "all weights are 0");
+            }
+        }
+        let drawn = next_seed(self.device())?;
+        let seeds = [drawn.seed, Seed { key: drawn.seed.key.wrapping_add(SECOND_KEY), ..drawn.seed }];
+        let params = Params { seeds: &seeds, ..drawn.params(&[]) };
+        if replacement {
+            let shares = cumulative_shares(&weights, &greatest, n).named(op)?;
+            let totals = shares.narrow(-1, n - 1, 1)?;
+            let totals = totals.expand(rows.iter().copied().chain([samples]).collect::<crate::Shape>())?;
+            let points = elementwise::apply(op, &[&totals], params, &[point_below(&Expr::input(0))], &[DType::I64])?;
+            let indices = shares.searchsorted(&points[0], true).named(op)?;
             indices.clamp_max_(n as i64 - 1)?;
-            Ok(indices)
-        } else {
-            // Exponential arrival times with these rates: the order of arrival is a sample without replacement.
-            let rate = Expr::input(0);
-            let clock = rate.gt(0.0).select(-(-Expr::uniform(0)).log1p() / &rate, f64::INFINITY);
-            let arrivals = Tensor::drawn(op, &[&weights], &[], clock, weights.dtype)?;
-            arrivals.argsort(-1, false)?.narrow(-1, 0, samples)?.contiguous()
+            return Ok(indices);
+        }
+        // Exponential arrival times with these rates: the order of arrival is a sample without replacement. The second number refines the
+        // first, so that times near 0, which decide, have as many digits as others.
+        let wide = self.dtype.compute().dtype();
+        let time = -(-(Expr::uniform(0) + Expr::uniform(1) * 2f64.powi(-24))).log1p();
+        let rate = Expr::input(0) / Expr::input(1);
+        let time = Expr::input(0).gt(0.0).select((time / rate).min(wide.greatest()), f64::INFINITY);
+        let arrivals = elementwise::apply(op, &[&weights, &greatest], params, &[time], &[wide])?.remove(0);
+        let (times, indices) = match 8 * samples < n {
+            true => arrivals.topk(samples, -1, false).named(op)?,
+            false => arrivals.sort(-1, false).named(op)?,
         };
-        indices.named(op)
+        if checked && samples > 0 {
+            let last = on_host(&times.narrow(-1, samples - 1, 1)?)?;
+            invalid!(op if last.contains(&f64::INFINITY), "a row has fewer than {samples} weights above 0");
+        }
+        indices.narrow(-1, 0, samples)?.contiguous()
     }
+}
+
+/// Distinguishes the second seed of an operation that takes two numbers for each element.
+const SECOND_KEY: u64 = 0x9E37_79B9_7F4A_7C15;
+
+fn on_host(x: &Tensor) -> Result<Vec<f64>> {
+    x.to_device(crate::Device::Cpu)?.to_dtype(DType::F64)?.to_vec()
+}
+
+/// Sums of the weights up to each, as shares of about 2^61 in whole numbers: exact in any order, on devices without doubles as well.
+fn cumulative_shares(weights: &Tensor, greatest: &Tensor, n: usize) -> Result<Tensor> {
+    /// Above this length a weight that is small beside the greatest one takes more digits than the length leaves.
+    const SHORT_LEN: usize = 1 << 18;
+    let (op, total) = ("multinomial", 2f64.powi(61));
+    let scalars = [Scalar::Float(total / n.next_power_of_two() as f64)];
+    let share = Expr::input(0) / Expr::input(1) * Expr::scalar(0);
+    let whole = |inputs: &[&Tensor], share: Expr| -> Result<Tensor> {
+        Ok(elementwise::apply(op, inputs, Params::of(&scalars), &[share.round()], &[DType::I64])?.remove(0))
+    };
+    let shares = whole(&[weights, greatest], share.clone())?;
+    if n <= SHORT_LEN {
+        return shares.cumsum(-1);
+    }
+    let scale = Expr::constant(total) / Expr::input(0).max(1.0);
+    let sum = shares.sum(-1, true)?;
+    let scale = elementwise::apply(op, &[&sum], Params::default(), &[scale], &[DType::I64])?.remove(0);
+    whole(&[weights, greatest, &scale], share * Expr::input(2))?.cumsum(-1)
+}
+
+/// A whole number uniform in `0..total`, for a total below 2^62, in i64: the upper half of its product with 62 random bits.
+fn point_below(total: &Expr) -> Expr {
+    let high = |x: &Expr| x.shift_right(31.0);
+    let low = |x: &Expr| x - high(x) * 2f64.powi(31);
+    let (a, b) = (Expr::bits(0).shift_right(1.0), Expr::bits(1).shift_right(1.0));
+    let (upper, lower) = (high(total), low(total));
+    &a * &upper + high(&(a * &lower + &b * upper + high(&(b * lower))))
 }
