@@ -1,7 +1,8 @@
 // Elementwise formulas. The host gives `compute` (the formulas), ARGUMENTS and PARAMETERS (the operands), INDEX (a type wide enough for every
-// position) and, for one of three forms:
+// position) and, for one of four forms:
 // - scalar: `element` computes one position. PER_ITEM is 1 on processors, where compilers vectorise across work-items; on GPUs a work-item
 //   has several elements, a work-group apart, to have more loads in flight.
+// - DRAWN: DRAW computes the random numbers of DRAWN neighbours (`random.cl`), and ELEMENT one position of them.
 // - VEC: `elements` computes VEC neighbours, with one load and one store per operand; with TAIL `element` computes the rest.
 // - TILE: TRANSPOSED operands are contiguous along another dim than the result. Tiles of TILE elements along the one by ACROSS along the
 //   other go through local memory, so that both sides are accessed in whole lines. On processors the side of a tile is a line of LINE
@@ -81,6 +82,12 @@ __kernel void elementwise(PARAMETERS, const INDEX count) {
 #ifdef TAIL
     else for (INDEX k = e; k < count; k++) element(k, ARGUMENTS);
 #endif
+#elif defined(DRAWN)
+    const INDEX e = (INDEX)get_global_id(0) * DRAWN;
+    if (e >= count) return;
+    DRAW
+    const uint elements = min((INDEX)DRAWN, count - e);
+    for (uint k = 0; k < elements; k++) { ELEMENT }
 #elif PER_ITEM == 1
     const INDEX e = get_global_id(0);
     if (e < count) element(e, ARGUMENTS);

@@ -25,6 +25,16 @@ pub(crate) enum Leaf {
 
 impl Leaf {
     /// A unique pair for hashing and equality: constants differ by their bits, every NaN is the same.
+    /// The kind of random number and the seed, of a leaf that draws one.
+    pub(crate) fn draws(self) -> Option<(&'static str, usize)> {
+        match self {
+            Leaf::Uniform(i) => Some(("uniform", i)),
+            Leaf::Normal(i) => Some(("normal", i)),
+            Leaf::Bits(i) => Some(("bits", i)),
+            _ => None,
+        }
+    }
+
     pub(crate) fn key(self) -> (u8, u64) {
         match self {
             Leaf::Input(i) => (0, i as u64),

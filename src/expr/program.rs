@@ -1,6 +1,7 @@
 //! Formulas computed together, and what is known about them: how many operands they take and which types they need.
 
 use std::any::Any;
+use std::collections::BTreeSet;
 use std::sync::{Arc, LazyLock, OnceLock, PoisonError, RwLock};
 
 use crate::Compute;
@@ -118,6 +119,11 @@ impl Program {
     /// uniform or normal numbers, or has a constant that is no integer.
     pub(crate) fn needs_float(&self) -> bool {
         self.needs_float
+    }
+
+    /// The random numbers that it draws for each element: their kinds and seeds, in order.
+    pub(crate) fn draws(&self) -> BTreeSet<(&'static str, usize)> {
+        Dag::new(self.exprs()).leaves().filter_map(Leaf::draws).collect()
     }
 
     /// Whether it draws raw random bits, which only integers hold, or works on the bits of integers.

@@ -22,6 +22,9 @@ use crate::{Compute, DType, Result, Tensor};
 /// The most bytes of local memory for tiles.
 const TILES: usize = 32 << 10;
 
+/// Neighbouring elements whose random numbers are computed at once: `DRAWN` in `kernels/random.cl`.
+pub(crate) const DRAWN_LEN: usize = 64;
+
 /// How a work-item accesses an operand.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum MemoryAccess {
@@ -64,6 +67,8 @@ enum Form {
     Scalar {
         per_item: usize,
     },
+    /// `DRAWN_LEN` neighbours in turn, whose random numbers are computed at once, in vectors: processors.
+    Drawn,
     Vector {
         width: usize,
         /// Whether results larger than the cache are written with non-temporal stores; the same below.
@@ -141,6 +146,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     let streamed = !gpu && is_streamed(launch);
     // PoCL vectorises functions across work-items, but not loads and stores.
     let form = match gpu || !launch.program.calls_functions() {
+        _ if !gpu && launch.program.seeds() > 0 => Some(Form::Drawn),
         true => vectors(strided, &tensors, streamed, &mut operands)
             .or_else(|| tiles(device, strided, launch, streamed, &mut operands)),
         false => None,
@@ -160,7 +166,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     let has_strides = operands.iter().any(|o| o.is_strided());
     let rank = if has_strides { strided.dims.len() } else { 0 };
     // The last group's positions past the end must not wrap around, or an in-place result would be computed twice.
-    let wide = count >= u32::MAX as usize - WIDEST * LARGEST_GROUP;
+    let wide = count >= u32::MAX as usize - WIDEST.max(DRAWN_LEN) * LARGEST_GROUP;
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::new();
     params.extend([
@@ -169,6 +175,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
         u64::from(wide) | u64::from(launch.base.is_some()) << 1,
         match form {
             Form::Scalar { per_item } => per_item as u64,
+            Form::Drawn => 3 << 8,
             Form::Vector { width, streamed } => 1 << 8 | width as u64 | u64::from(streamed) << 24,
             Form::Tiled { side, across, dim, lines } => {
                 let streamed = lines.is_some_and(|lines| lines.streamed);
@@ -192,6 +199,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
             let (across, down) = (columns.div_ceil(across), rows.div_ceil(side));
             (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * local)
         }
+        Form::Drawn => (SmallVec::from_slice(&[count]), count.div_ceil(DRAWN_LEN)),
         Form::Vector { width: each, .. } | Form::Scalar { per_item: each } => {
             (SmallVec::from_slice(&[count]), count.div_ceil(each))
         }

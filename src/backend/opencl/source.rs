@@ -17,12 +17,29 @@ impl Program {
     /// - where it [can fault](Program::can_fault), `__global int* fault`;
     /// - `C* o0, ...`, private pointers to the results.
     pub(crate) fn emit(&self, compute: Compute, name: &str) -> String {
+        let seeds = (0..self.seeds()).map(|i| format!("const ulong key{i}, const ulong stream{i}"));
+        let index = (self.seeds() > 0).then(|| "const ulong index".into());
+        self.emit_with(compute, name, seeds.chain(index), |kind, i| format!("random_{kind}(key{i}, stream{i}, index)"))
+    }
+
+    /// [`Program::emit`] of a function that is given its random numbers, `const {type} {kind}{seed}` for each of [`Program::draws`].
+    pub(crate) fn emit_drawn(&self, compute: Compute, name: &str) -> String {
+        let numbers = self.draws().into_iter().map(|(kind, i)| format!("const {} {kind}{i}", draw_type(kind)));
+        self.emit_with(compute, name, numbers, |kind, i| format!("{kind}{i}"))
+    }
+
+    fn emit_with(
+        &self,
+        compute: Compute,
+        name: &str,
+        random: impl Iterator<Item = String>,
+        drawn: impl Fn(&str, usize) -> String,
+    ) -> String {
         let c = compute.cl_name();
         let mut params: Vec<String> = Vec::new();
         params.extend((0..self.inputs()).map(|i| format!("const {c} x{i}")));
         params.extend((0..self.scalars()).map(|i| format!("const {c} s{i}")));
-        params.extend((0..self.seeds()).map(|i| format!("const ulong key{i}, const ulong stream{i}")));
-        params.extend((self.seeds() > 0).then(|| "const ulong index".into()));
+        params.extend(random);
         params.extend(self.can_fault(compute).then(|| "__global int* fault".into()));
         params.extend((0..self.outputs()).map(|j| format!("{c}* o{j}")));
 
@@ -35,6 +52,11 @@ impl Program {
                 Op::Leaf(Leaf::Input(k)) => format!("x{k}"),
                 Op::Leaf(Leaf::Scalar(k)) => format!("s{k}"),
                 Op::Leaf(Leaf::Const(value)) => constant(value, compute),
+                Op::Leaf(leaf) => {
+                    let (kind, seed) = leaf.draws().expect("the other leaves draw");
+                    let _ = writeln!(body, "    const {c} v{i} = ({c}){};", drawn(kind, seed));
+                    format!("v{i}")
+                }
                 op => {
                     let value = expression(op, &args, compute);
                     let _ = writeln!(body, "    const {c} v{i} = {value};");
@@ -49,6 +71,11 @@ impl Program {
         }
         body + "}\n"
     }
+}
+
+/// The type of random numbers of this kind in OpenCL C.
+pub(crate) fn draw_type(kind: &str) -> &'static str {
+    if kind == "bits" { "uint" } else { "float" }
 }
 
 /// A literal that reads back as the same number.
@@ -81,9 +108,6 @@ fn expression(op: Op, args: &[&str], compute: Compute) -> String {
     let truth = |sign: &str| format!("({c})({} {sign} {})", args[0], args[1]);
     let rounding = |f: &str| if int { args[0].to_string() } else { call(f) };
     match op {
-        Op::Leaf(Leaf::Uniform(i)) => format!("({c})random_uniform(key{i}, stream{i}, index)"),
-        Op::Leaf(Leaf::Normal(i)) => format!("({c})random_normal(key{i}, stream{i}, index)"),
-        Op::Leaf(Leaf::Bits(i)) => format!("({c})random_bits(key{i}, stream{i}, index)"),
         Op::Leaf(_) => unreachable!("other leaves have names"),
         Op::Unary(op) => match op {
             Unary::Neg if int => call_typed("neg"),

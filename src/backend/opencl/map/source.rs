@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use crate::backend::opencl::geometry::index_type;
 use crate::backend::opencl::map::{Form, MapOperand, MemoryAccess};
+use crate::backend::opencl::source::draw_type;
 use crate::backend::problem::map::Launch;
 use crate::backend::problem::operand::OperandKind;
 use crate::device::opencl::ClDevice;
@@ -13,6 +14,9 @@ const TEMPLATE: &str = include_str!("../../../../kernels/elementwise.cl");
 
 /// Conversion to bf16 by an instruction of devices with tensor cores.
 const ROUNDED: &str = include_str!("../../../../kernels/rounded.cl");
+
+/// Random numbers of [`DRAWN_LEN`](super::DRAWN_LEN) elements at once.
+const RANDOM: &str = include_str!("../../../../kernels/random.cl");
 
 /// A non-temporal store, where the compiler has one.
 const STORE_PAST: &str = "#ifdef __has_builtin
@@ -59,12 +63,29 @@ pub(crate) fn write(
         let _ = writeln!(w, "typedef struct {{ ulong dims[{rank}]; long strides[{}]; }} layout_t;", n * rank);
         let _ = writeln!(w, "#define STRIDE(k, d) layout.strides[(k) * {rank} + (d)]");
     }
-    w.push_str(&launch.program.emit(launch.compute, "compute"));
-    let writer = Writer { launch, operands, streamed: matches!(form, Form::Vector { streamed: true, .. }) };
+    let drawn = form == Form::Drawn;
+    w.push_str(&if drawn {
+        launch.program.emit_drawn(launch.compute, "compute")
+    } else {
+        launch.program.emit(launch.compute, "compute")
+    });
+    let writer = Writer { launch, operands, streamed: matches!(form, Form::Vector { streamed: true, .. }), drawn };
     let dims: Vec<usize> = (0..rank).collect();
     match form {
         Form::Scalar { per_item } => {
             let _ = writeln!(w, "#define PER_ITEM {per_item}");
+            writer.function(w, "element", &dims, 1);
+        }
+        Form::Drawn => {
+            w.push_str(RANDOM);
+            let (mut draw, mut numbers) = (String::new(), String::new());
+            let [key, stream] = writer.bases();
+            for (kind, i) in launch.program.draws() {
+                let _ = write!(draw, "{} {kind}{i}[4][DRAWN / 4]; ", draw_type(kind));
+                let _ = write!(draw, "draw_{kind}(key{i}{key}, stream{i}{stream}, e / 4, {kind}{i}); ");
+                let _ = write!(numbers, ", {kind}{i}[k % 4][k / 4]");
+            }
+            let _ = writeln!(w, "#define DRAW {draw}\n#define ELEMENT element(e + k, ARGUMENTS{numbers});");
             writer.function(w, "element", &dims, 1);
         }
         Form::Vector { width, streamed } => {
@@ -212,11 +233,18 @@ struct Writer<'a> {
     operands: &'a [MapOperand],
     /// Whether vectors are written with non-temporal stores.
     streamed: bool,
+    /// Whether functions are given the random numbers of their element.
+    drawn: bool,
 }
 
 impl Writer<'_> {
     fn used(&self) -> impl Iterator<Item = (usize, &MapOperand)> {
         self.operands.iter().enumerate().filter(|(_, o)| o.used)
+    }
+
+    /// Terms of a graph's replay that are added to each seed's key and stream.
+    fn bases(&self) -> [&'static str; 2] {
+        if self.launch.base.is_some() { [" + base[base_offset]", " + base[base_offset + 1]"] } else { [""; 2] }
     }
 
     /// Statements that declare `at{k}`, the offset in operand k of position `e` over `dims`.
@@ -243,8 +271,13 @@ impl Writer<'_> {
 
     /// A function that computes the results at `width` consecutive positions from e on.
     fn function(&self, w: &mut String, name: &str, dims: &[usize], width: usize) {
-        let _ =
-            writeln!(w, "static inline void {name}(const INDEX e, PARAMETERS) {{\n    {}", self.positions("e", dims));
+        let draws = self.drawn.then(|| self.launch.program.draws()).into_iter().flatten();
+        let numbers: String = draws.map(|(kind, i)| format!(", const {} {kind}{i}", draw_type(kind))).collect();
+        let _ = writeln!(
+            w,
+            "static inline void {name}(const INDEX e, PARAMETERS{numbers}) {{\n    {}",
+            self.positions("e", dims)
+        );
         if width == 1 {
             self.body(w, 1, |k| format!("load_{}(p{k}, at{k})", self.operands[k].dtype), "at");
             w.push_str("}\n");
@@ -327,11 +360,10 @@ impl Writer<'_> {
         let mut call: Vec<String> =
             (0..program.inputs()).map(|k| if used(k) { format!("({c}){}", load(k)) } else { "0".into() }).collect();
         call.extend((0..program.scalars()).map(|i| format!("s{i}")));
-        if program.seeds() > 0 {
-            let [key, stream] = match self.launch.base {
-                Some(_) => [" + base[base_offset]", " + base[base_offset + 1]"],
-                None => ["", ""],
-            };
+        if self.drawn {
+            call.extend(program.draws().into_iter().map(|(kind, i)| format!("{kind}{i}")));
+        } else if program.seeds() > 0 {
+            let [key, stream] = self.bases();
             (0..program.seeds()).for_each(|i| call.push(format!("key{i}{key}, stream{i}{stream}")));
             call.push(match width {
                 1 => "e".into(),
