@@ -3,55 +3,89 @@
 use super::{GradOptions, enable_grad, grad_with_options};
 use crate::{DType, Error, Result, Tensor, no_grad};
 
-/// Checks the gradient that [`Tensor::backward`] gives for `f` against central differences
+/// Checks the gradients that [`Tensor::backward`] gives for `f` against central differences
 /// (`(f(x+h) - f(x-h)) / 2h` with `h` = 1e-6 of the value's scale), element by element (PyTorch's `gradcheck`).
 ///
-/// `inputs` are f64 tensors of any shape, strides and device; `f` must be deterministic and give a one-element tensor.
+/// `inputs` are f64 tensors of any shape, strides and device; `f` must be deterministic and give an f64 tensor of any shape. Each
+/// element of the result takes a forward and a backward pass, and each element of the inputs two forward passes.
 /// An element passes when both agree to `tolerance`, absolute below 1 and relative above.
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, autograd::gradcheck};
 /// let x = Tensor::randn(&[3, 2], (DType::F64, Device::Cpu))?;
-/// gradcheck(|x| x[0].tanh()?.sum((), false), &[x], 1e-6)?;
+/// gradcheck(|x| x[0].softmax(-1), &[x], 1e-6)?;
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Autograd`] naming the first element that differs, and whatever `f` returns.
+/// [`Error::Autograd`] naming the first element that differs; [`Error::UnsupportedDType`] for inputs or a result that are not f64; and
+/// whatever `f` returns.
 pub fn gradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tolerance: f64) -> Result<()> {
     let op = "gradcheck";
-    if let Some(t) = inputs.iter().find(|t| t.dtype() != DType::F64) {
-        return Err(Error::UnsupportedDType { op, dtype: t.dtype(), expected: "f64: differences need the digits" });
+    let check_dtype = |t: &Tensor| match t.dtype() {
+        DType::F64 => Ok(()),
+        dtype => Err(Error::UnsupportedDType { op, dtype, expected: "f64: differences need the digits" }),
+    };
+    inputs.iter().try_for_each(check_dtype)?;
+    // For each element of the result the gradients of the inputs.
+    let mut analytic: Vec<Vec<Vec<f64>>> = Vec::new();
+    for j in 0.. {
+        let leaves = inputs.iter().map(|t| t.detach().requires_grad_(true)).collect::<Result<Vec<_>>>()?;
+        let result = f(&leaves)?;
+        check_dtype(&result)?;
+        let elements = result.numel();
+        match elements {
+            0 => return Ok(()),
+            1 => result.backward()?,
+            _ => {
+                let chosen: Vec<f64> = (0..elements).map(|k| f64::from(k == j)).collect();
+                result.backward_with(&Tensor::from_slice(&chosen, result.shape(), result.device())?)?;
+            }
+        }
+        let gradient = |(leaf, input): (&Tensor, &Tensor)| match leaf.grad() {
+            Some(grad) => grad.to_vec::<f64>(),
+            None => Ok(vec![0.0; input.numel()]),
+        };
+        analytic.push(leaves.iter().zip(inputs).map(gradient).collect::<Result<_>>()?);
+        if j + 1 >= elements {
+            break;
+        }
     }
-    let leaves = inputs.iter().map(|t| t.detach().requires_grad_(true)).collect::<Result<Vec<_>>>()?;
-    f(&leaves)?.backward()?;
     for (i, input) in inputs.iter().enumerate() {
         let values = input.to_vec::<f64>()?;
-        let analytic = match leaves[i].grad() {
-            Some(grad) => grad.to_vec::<f64>()?,
-            None => vec![0.0; values.len()],
-        };
         for k in 0..values.len() {
             let h = 1e-6 * values[k].abs().max(1.0);
-            let at = |x: f64| -> Result<f64> {
+            let at = |x: f64| -> Result<Vec<f64>> {
                 let mut moved = values.clone();
                 moved[k] = x;
                 let mut all: Vec<Tensor> = inputs.iter().map(Tensor::detach).collect();
                 all[i] = Tensor::from_slice(&moved, input.shape(), input.device())?;
-                no_grad(|| f(&all))?.item::<f64>()
+                no_grad(|| f(&all))?.to_vec::<f64>()
             };
-            let numeric = (at(values[k] + h)? - at(values[k] - h)?) / (2.0 * h);
-            let error = (numeric - analytic[k]).abs();
-            if error.is_nan() || error > tolerance * numeric.abs().max(1.0) {
-                let reason = format!(
-                    "element {k} of input {i}: backward gives {}, central differences give {numeric}",
-                    analytic[k]
-                );
-                return Err(Error::Autograd { op, reason });
+            let (above, below, elements) = (at(values[k] + h)?, at(values[k] - h)?, analytic.len());
+            for (j, gradients) in analytic.iter().enumerate() {
+                let (Some(above), Some(below)) = (above.get(j), below.get(j)) else {
+                    return Err(Error::invalid(op, "the result's size depends on the values of the inputs"));
+                };
+                let (numeric, analytic) = ((above - below) / (2.0 * h), gradients[i][k]);
+                let error = (numeric - analytic).abs();
+                if error.is_nan() || error > tolerance * numeric.abs().max(1.0) {
+                    let of = if elements > 1 { format!(" for element {j} of the result") } else { String::new() };
+                    let reason = format!(
+                        "element {k} of input {i}: backward gives {analytic}{of}, central differences give {numeric}"
+                    );
+                    return Err(Error::Autograd { op, reason });
+                }
             }
         }
     }
     Ok(())
+}
+
+/// The sum of the elements with fixed weights, which differ from one to the next.
+fn weighted_sum(x: &Tensor) -> Result<Tensor> {
+    let weights: Vec<f64> = (0..x.numel()).map(|k| 0.5 + ((7 * k + 3) % 11) as f64 / 11.0).collect();
+    x.mul(&Tensor::from_slice(&weights, x.shape(), x.device())?)?.sum((), false)
 }
 
 /// Checks gradients of gradients: that the gradient of `f`, recorded with `create_graph` and weighted with fixed numbers,
@@ -60,28 +94,28 @@ pub fn gradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tol
 /// ```
 /// use claystone::{DType, Device, Tensor, autograd::gradgradcheck};
 /// let x = Tensor::randn(&[3, 2], (DType::F64, Device::Cpu))?;
-/// gradgradcheck(|x| x[0].tanh()?.sum((), false), &[x], 1e-6)?;
+/// gradgradcheck(|x| x[0].tanh(), &[x], 1e-6)?;
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
 /// # Errors
 /// As [`gradcheck`]; [`Error::Autograd`] where an operation's backward is not made of differentiable operations.
 pub fn gradgradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tolerance: f64) -> Result<()> {
+    if inputs.is_empty() {
+        return Ok(());
+    }
     let weighted = |x: &[Tensor]| {
         // Differences come with plain tensors, under no_grad.
         let leaf = |t: &Tensor| if t.requires_grad() { Ok(t.shallow_clone()) } else { t.detach().requires_grad_(true) };
         enable_grad(|| {
             let x = x.iter().map(leaf).collect::<Result<Vec<_>>>()?;
             let options = GradOptions { create_graph: true, allow_unused: true, ..Default::default() };
-            let gradients = grad_with_options(&[&f(&x)?], &x.iter().collect::<Vec<_>>(), options)?;
-            let mut total = x[0].sum((), false)?.mul_scalar(0)?;
-            for gradient in gradients.into_iter().flatten() {
-                let n = gradient.numel();
-                let weights: Vec<f64> = (0..n).map(|k| 0.5 + ((7 * k + 3) % 11) as f64 / 11.0).collect();
-                let weights = Tensor::from_slice(&weights, gradient.shape(), gradient.device())?;
-                total = total.add(&gradient.mul(&weights)?.sum((), false)?)?;
-            }
-            Ok(total)
+            let result = f(&x)?;
+            let result = if result.numel() == 1 { result } else { weighted_sum(&result)? };
+            let gradients = grad_with_options(&[&result], &x.iter().collect::<Vec<_>>(), options)?;
+            // Depends on the first input, even where no gradient does.
+            let total = x[0].sum((), false)?.mul_scalar(0)?;
+            gradients.iter().flatten().try_fold(total, |total, gradient| total.add(&weighted_sum(gradient)?))
         })
     };
     gradcheck(weighted, inputs, tolerance).map_err(|e| match e {
