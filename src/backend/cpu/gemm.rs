@@ -1,31 +1,36 @@
-//! Matrix products on the CPU: `device::cpu::gemm` for floats, plain loops for integers, with the epilogue in tiles.
+//! Matrix products on the CPU: those of `device::cpu::gemm`, with the epilogue in tiles.
 //!
 //! Halves are multiplied and added in f32. An epilogue in f32, to which the rounding of halves belongs, is applied to blocks of
 //! the product that are still in the cache (`gemm_epilogue`). Otherwise the product is written to the first result, if that has
 //! the type it is summed in, and the epilogue changes it in place.
 
-use std::borrow::Cow;
+use smallvec::SmallVec;
 
-use bytemuck::Pod;
-use half::{bf16, f16};
-
+use crate::backend::cpu::conv::floats;
 use crate::backend::cpu::gemm_epilogue::Epilogue;
 use crate::backend::cpu::map;
 use crate::backend::problem::gemm::{Gemm, GemmOperand, GemmPlan};
 use crate::backend::problem::map::{Formulas, Params};
-use crate::device::cpu::gemm::{Floats, Place, gemm, gemm_and_sums, gemm_f32};
+use crate::device::cpu::gemm::{Place, gemm, gemm_and_sums, gemm_f32, gemm_integers};
 use crate::expr::Expr;
 use crate::storage::with_host;
-use crate::tensor::Layout;
-use crate::{Compute, DType, Result, Shape, Tensor};
+use crate::{DType, Result, Shape, Tensor};
+
+/// Elements of a product that are summed in another type than the result's before an epilogue follows.
+const PRODUCT: usize = 1 << 22;
 
 /// Gives whether the sums have been made, too.
 pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let dtype = g.compute().dtype();
-    let in_place = outs[0].dtype == dtype;
-    let nothing_follows = in_place && *g.epilogue == [Expr::input(0)];
+    let plain = *g.epilogue == [Expr::input(0)];
+    // Sums that wrap in the result's bits are those in 64, cut off.
+    let in_place = outs[0].dtype == dtype || (plain && dtype == DType::I64 && outs[0].dtype == g.a.dtype);
+    let nothing_follows = in_place && plain;
     if dtype == DType::F32 && !nothing_follows && Epilogue::run(g, shape, outs)? {
         return Ok(false);
+    }
+    if !in_place && shape.numel() > PRODUCT {
+        return in_parts(g, shape, outs);
     }
     let product = match in_place {
         true => outs[0].detach(),
@@ -33,37 +38,42 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     };
     let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &[&product.layout]);
     // An optimiser's gradients are in one storage.
-    let plain = |t: &Tensor| t.dtype == DType::F32 && t.is_contiguous();
-    let sums = g.sums.filter(|t| nothing_follows && plan.count() == 1 && t.shares_storage(&product) && plain(t));
+    let alike = |t: &Tensor| t.dtype == DType::F32 && t.is_contiguous();
+    let sums = g.sums.filter(|t| nothing_follows && plan.count() == 1 && t.shares_storage(&product) && alike(t));
     let summed = with_host(&[&g.a.storage, &g.b.storage], &[&product.storage], |reads, writes| {
-        let (a, b) = ((g.a, reads[0]), (g.b, reads[1]));
-        let out = &mut *writes[0];
-        let offset = product.layout.offset;
-        match g.compute() {
-            Compute::F32 => {
-                let (mut made_a, mut made_b) = (Vec::new(), Vec::new());
-                let (a, b) = (floats(a, &mut made_a), floats(b, &mut made_b));
-                let (size, out) = ((plan.m, plan.n, plan.k), bytemuck::cast_slice_mut(out));
-                let mut batches = plan.batches([a.offset, b.offset, offset]);
+        let (a, b, out) = (reads[0], reads[1], &mut *writes[0]);
+        let size = (plan.m, plan.n, plan.k);
+        let mut batches = plan.batches([g.a.layout.offset, g.b.layout.offset, product.layout.offset]);
+        macro_rules! integers {
+            ($from:ty, $to:ty) => {{
+                let (a, b) = (bytemuck::cast_slice::<u8, $from>(a), bytemuck::cast_slice(b));
+                gemm_integers::<$from, $to>(size, bytemuck::cast_slice_mut(out), a, b, batches)?
+            }};
+        }
+        match (g.a.dtype, product.dtype) {
+            (DType::F64, _) => {
+                let (a, b, out) = (bytemuck::cast_slice(a), bytemuck::cast_slice(b), bytemuck::cast_slice_mut(out));
+                batches.try_for_each(|[at_a, at_b, at]| gemm::<f64>(size, (&mut *out, at), (a, at_a), (b, at_b)))?;
+            }
+            (DType::U8, DType::U8) => integers!(u8, u8),
+            (DType::U8, _) => integers!(u8, i64),
+            (DType::I32, DType::I32) => integers!(i32, i32),
+            (DType::I32, _) => integers!(i32, i64),
+            (DType::U32, DType::U32) => integers!(u32, u32),
+            (DType::U32, _) => integers!(u32, i64),
+            (DType::I64, _) => integers!(i64, i64),
+            _ => {
+                let (a, b) = (floats(g.a.dtype, a), floats(g.b.dtype, b));
+                let out = bytemuck::cast_slice_mut(out);
                 if let Some(sums) = sums
                     && let Some(batches) = batches.next()
                 {
-                    return gemm_and_sums(size, out, (a.data, b.data), batches, sums.layout.offset);
+                    return gemm_and_sums(size, out, (a, b), batches, sums.layout.offset);
                 }
-                gemm_f32(size, out, a.data, b.data, batches).map(|()| false)
-            }
-            Compute::F64 => {
-                let (a, b, out) = (widen_f64(a), widen_f64(b), bytemuck::cast_slice_mut(out));
-                plan.batches([a.offset, b.offset, offset]).try_for_each(|[at_a, at_b, at]| {
-                    gemm((plan.m, plan.n, plan.k), (&mut *out, at), (&a.data[..], at_a), (&b.data[..], at_b))
-                })?;
-                Ok(false)
-            }
-            Compute::I64 => {
-                integers(&plan, &widen_i64(a), &widen_i64(b), bytemuck::cast_slice_mut(out), offset);
-                Ok(false)
+                gemm_f32(size, out, a, b, batches)?;
             }
         }
+        Ok(false)
     })??;
     if nothing_follows {
         return Ok(summed);
@@ -75,63 +85,26 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     Ok(false)
 }
 
-/// Elements in memory, and where a tensor's first one is. Strides are the tensor's own.
-pub(crate) struct Elements<T> {
-    pub(crate) data: T,
-    pub(crate) offset: usize,
-}
-
-/// The stretch of memory that the tensor's elements lie in, as `of` has it.
-fn stretch<'a, S: Pod, T>(layout: &Layout, bytes: &'a [u8], of: impl FnOnce(&'a [S]) -> T) -> Elements<T> {
-    match layout.bounds() {
-        None => Elements { data: of(&[]), offset: 0 },
-        Some((lo, hi)) => {
-            let size = size_of::<S>();
-            let data = of(bytemuck::cast_slice(&bytes[lo * size..(hi + 1) * size]));
-            Elements { data, offset: layout.offset - lo }
-        }
+/// Computes the halves of a product along its longest dim one after the other, so that sums of one half at a time wait for the epilogue.
+fn in_parts(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
+    let (rank, dims) = (shape.rank(), shape.dims());
+    let Some(d) = (0..rank).max_by_key(|&d| dims[d]) else { return Ok(false) };
+    let half = dims[d] / 2;
+    for (start, len) in [(0, half), (half, dims[d] - half)] {
+        // Dims are counted from the last one, as they are broadcast.
+        let part = |t: &Tensor| -> Result<Tensor> {
+            let at = (t.rank() + d).checked_sub(rank).filter(|&at| t.shape().dims()[at] > 1);
+            Ok(at
+                .map_or_else(|| Ok(t.detach()), |at| t.layout.narrow(g.op, at, start, len).map(|l| t.with_layout(l)))?)
+        };
+        let a = if d + 1 == rank { g.a.detach() } else { part(g.a)? };
+        let b = if d + 2 == rank { g.b.detach() } else { part(g.b)? };
+        let extras = g.extras.iter().map(|t| part(t)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
+        let outs = outs.iter().map(part).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
+        let extras: SmallVec<[&Tensor; 2]> = extras.iter().collect();
+        run(&Gemm { a: &a, b: &b, extras: &extras, out: None, ..*g }, outs[0].shape(), &outs)?;
     }
-}
-
-fn each<S: Copy, T: Clone>(f: impl Fn(S) -> T) -> impl Fn(&[S]) -> Cow<'_, [T]> {
-    move |s| Cow::Owned(s.iter().map(|&x| f(x)).collect())
-}
-
-/// What is multiplied in f32, converted into `made` where it is an integer beside a float.
-pub(crate) fn floats<'a>((t, bytes): (&Tensor, &'a [u8]), made: &'a mut Vec<f32>) -> Elements<Floats<'a>> {
-    match t.dtype {
-        DType::F32 => stretch(&t.layout, bytes, Floats::F32),
-        DType::F16 => stretch(&t.layout, bytes, Floats::F16),
-        DType::BF16 => stretch(&t.layout, bytes, Floats::BF16),
-        _ => {
-            let Elements { data, offset } = widen_i64((t, bytes));
-            made.extend(data.iter().map(|&x| x as f32));
-            Elements { data: Floats::F32(made), offset }
-        }
-    }
-}
-
-fn widen_f64<'a>((t, bytes): (&Tensor, &'a [u8])) -> Elements<Cow<'a, [f64]>> {
-    match t.dtype {
-        DType::F64 => stretch(&t.layout, bytes, Cow::Borrowed),
-        DType::F32 => stretch(&t.layout, bytes, each(|x: f32| f64::from(x))),
-        DType::F16 => stretch(&t.layout, bytes, each(|x: f16| f64::from(x))),
-        DType::BF16 => stretch(&t.layout, bytes, each(|x: bf16| f64::from(x))),
-        _ => {
-            let Elements { data, offset } = widen_i64((t, bytes));
-            Elements { data: data.iter().map(|&x| x as f64).collect(), offset }
-        }
-    }
-}
-
-fn widen_i64<'a>((t, bytes): (&Tensor, &'a [u8])) -> Elements<Cow<'a, [i64]>> {
-    match t.dtype {
-        DType::I32 => stretch(&t.layout, bytes, each(|x: i32| i64::from(x))),
-        DType::U32 => stretch(&t.layout, bytes, each(|x: u32| i64::from(x))),
-        DType::U8 => stretch(&t.layout, bytes, each(|x: u8| i64::from(x))),
-        DType::Bool => stretch(&t.layout, bytes, each(|x: u8| i64::from(x != 0))),
-        _ => stretch(&t.layout, bytes, Cow::Borrowed),
-    }
+    Ok(false)
 }
 
 impl GemmPlan {
@@ -150,33 +123,5 @@ impl GemmPlan {
             let place = |i: usize| Place { offset: at[i] as usize, row: operands[i].row, col: operands[i].col };
             [place(0), place(1), place(2)]
         })
-    }
-}
-
-/// Rows of the result as sums of rows of b: integers wrap.
-fn integers(
-    plan: &GemmPlan,
-    a: &Elements<Cow<'_, [i64]>>,
-    b: &Elements<Cow<'_, [i64]>>,
-    out: &mut [i64],
-    offset: usize,
-) {
-    let at = |place: Place, i: usize, j: usize| {
-        (place.offset as isize + i as isize * place.row + j as isize * place.col) as usize
-    };
-    let mut row = vec![0i64; plan.n];
-    for [at_a, at_b, at_out] in plan.batches([a.offset, b.offset, offset]) {
-        for i in 0..plan.m {
-            row.fill(0);
-            for k in 0..plan.k {
-                let x = a.data[at(at_a, i, k)];
-                for (j, sum) in row.iter_mut().enumerate() {
-                    *sum = sum.wrapping_add(x.wrapping_mul(b.data[at(at_b, k, j)]));
-                }
-            }
-            for (j, &sum) in row.iter().enumerate() {
-                out[at(at_out, i, j)] = sum;
-            }
-        }
     }
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use smallvec::SmallVec;
 
+use crate::backend::cpu::conv::floats;
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::gemm::floats;
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
 use crate::backend::problem::gemm::{BIASED, Gemm, GemmOperand, GemmPlan, RELU, RELU_GRAD};
 use crate::backend::problem::map::compute_type;
@@ -146,8 +146,8 @@ fn compute<T: Pod + Send + Sync>(
     let reads: SmallVec<[&Storage; 4]> = [g.a, g.b].iter().chain(g.extras).map(|t| &t.storage).collect();
     let writes: SmallVec<[&Storage; 2]> = outs.iter().map(|t| &t.storage).collect();
     with_host(&reads, &writes, |reads, writes| {
-        let (mut made_a, mut made_b) = (Vec::new(), Vec::new());
-        let (a, b) = (floats((g.a, reads[0]), &mut made_a), floats((g.b, reads[1]), &mut made_b));
+        let (a, b) = (floats(g.a.dtype, reads[0]), floats(g.b.dtype, reads[1]));
+        let first = [g.a.layout.offset, g.b.layout.offset, 0];
         let extras = g.extras.iter().zip(kinds).zip(&reads[2..]);
         let epilogue = Epilogue {
             program,
@@ -158,10 +158,10 @@ fn compute<T: Pod + Send + Sync>(
         };
         if let Some(finish) = epilogue.finish(g.epilogue, plan)
             && let ([t], [bytes]) = (outs, &mut *writes)
-            && let Some([at_a, at_b, _]) = plan.batches([a.offset, b.offset, 0]).next()
+            && let Some([at_a, at_b, _]) = plan.batches(first).next()
         {
             let out = &mut bytemuck::cast_slice_mut(bytes)[t.layout.offset..][..t.numel()];
-            if gemm_finished((plan.m, plan.n, plan.k), out, (a.data, at_a), (b.data, at_b), finish)? {
+            if gemm_finished((plan.m, plan.n, plan.k), out, (a, at_a), (b, at_b), finish)? {
                 return Ok(());
             }
         }
@@ -169,9 +169,8 @@ fn compute<T: Pod + Send + Sync>(
         let mut results: SmallVec<[&mut [T]; 2]> = results
             .map(|(t, bytes)| &mut bytemuck::cast_slice_mut::<u8, T>(bytes)[t.layout.offset..][..t.numel()])
             .collect();
-        plan.batches([a.offset, b.offset, 0]).try_for_each(|[at_a, at_b, _]| {
-            let (a, b) = ((a.data, at_a), (b.data, at_b));
-            gemm_into((plan.m, plan.n, plan.k), &mut results, a, b, |first, product, outs| {
+        plan.batches(first).try_for_each(|[at_a, at_b, _]| {
+            gemm_into((plan.m, plan.n, plan.k), &mut results, (a, at_a), (b, at_b), |first, product, outs| {
                 epilogue.evaluate(first, product, outs);
             })
         })

@@ -5,12 +5,9 @@
 //! Sums are f32. Of two matrices of bf16, a processor with AVX512-BF16 or AMX adds pairs of products, in an instruction that takes and
 //! makes zeros for numbers below the smallest normal one, 1.2e-38, and rounds to nearest even.
 
-use std::borrow::Cow;
 use std::ops::Range;
 
 use ::gemm::Parallelism;
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 #[cfg(target_arch = "x86_64")]
 use smallvec::SmallVec;
 
@@ -22,6 +19,8 @@ mod amx;
 mod blocks;
 #[cfg(target_arch = "x86_64")]
 mod few;
+mod floats;
+mod integers;
 #[cfg(target_arch = "x86_64")]
 mod kernel;
 #[cfg(target_arch = "x86_64")]
@@ -35,6 +34,8 @@ mod tests;
 
 use super::parallel;
 use crate::{Error, Result};
+pub(crate) use floats::Floats;
+pub(crate) use integers::gemm_integers;
 #[cfg(target_arch = "x86_64")]
 use kernel::Kernels;
 
@@ -58,6 +59,15 @@ pub(crate) struct Place {
 }
 
 impl Place {
+    /// The index of element `(i, j)`.
+    fn at(self, i: usize, j: usize) -> usize {
+        self.offset.wrapping_add_signed(i as isize * self.row + j as isize * self.col)
+    }
+
+    fn transposed(self) -> Place {
+        Place { row: self.col, col: self.row, ..self }
+    }
+
     /// Whether every element of a `rows` x `cols` matrix, neither of them 0, lies within `len`.
     fn fits(self, rows: usize, cols: usize, len: usize) -> bool {
         let reach = |n: usize, stride: isize| isize::try_from(n - 1).ok()?.checked_mul(stride);
@@ -143,50 +153,6 @@ struct Start<T>(*mut T);
 // SAFETY: the threads of a product read the inputs and write pieces of the result that have no element in common.
 unsafe impl<T: Send + Sync> Sync for Start<T> {}
 
-/// Elements that are multiplied and added in f32.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Floats<'a> {
-    F32(&'a [f32]),
-    F16(&'a [f16]),
-    BF16(&'a [bf16]),
-}
-
-impl<'a> Floats<'a> {
-    fn len(self) -> usize {
-        match self {
-            Floats::F32(s) => s.len(),
-            Floats::F16(s) => s.len(),
-            Floats::BF16(s) => s.len(),
-        }
-    }
-
-    pub(crate) fn widened(self) -> Cow<'a, [f32]> {
-        const PART: usize = 1 << 15;
-        fn wide<S: Sync>(s: &[S], convert: impl Fn(&[S], &mut [f32]) + Sync) -> Cow<'static, [f32]> {
-            let mut wide = vec![0f32; s.len()];
-            parallel::for_each_chunk(&mut wide, PART, |i, to| convert(&s[i * PART..][..to.len()], to));
-            Cow::Owned(wide)
-        }
-        match self {
-            Floats::F32(s) => Cow::Borrowed(s),
-            Floats::F16(s) => wide(s, |s, to| s.convert_to_f32_slice(to)),
-            Floats::BF16(s) => wide(s, |s, to| s.convert_to_f32_slice(to)),
-        }
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    fn matrix(self, place: Place) -> matrix::Matrix<matrix::Start> {
-        use matrix::Start;
-        // Not of what is left of the slice: with negative strides elements lie before the first one.
-        let start = match self {
-            Floats::F32(s) => Start::F32(s.as_ptr().wrapping_add(place.offset)),
-            Floats::F16(s) => Start::F16(s.as_ptr().wrapping_add(place.offset)),
-            Floats::BF16(s) => Start::BF16(s.as_ptr().wrapping_add(place.offset)),
-        };
-        matrix::Matrix { start, row: place.row, col: place.col }
-    }
-}
-
 /// The kernels for products of this size and these types, where there are any for this processor; [`few`] has others for a row or a
 /// few.
 #[cfg(target_arch = "x86_64")]
@@ -237,11 +203,9 @@ pub(crate) fn gemm_f32(
         }
         return Ok(());
     }
-    let (a, b) = (a.widened(), b.widened());
-    for [place_a, place_b, place] in places {
-        gemm(size, (&mut *out, place), (&a, place_a), (&b, place_b))?;
-    }
-    Ok(())
+    places
+        .into_iter()
+        .try_for_each(|[place_a, place_b, place]| floats::in_tiles(size, (out, place), (a, place_a), (b, place_b)))
 }
 
 /// As [`gemm_f32`] of one product, and the sums of the rows of `a` in the same go, to elements of `out` from `sums` on. Gives
@@ -410,51 +374,54 @@ fn check((m, n, k): (usize, usize, usize), out: (usize, Place), a: (usize, Place
 /// # Errors
 /// [`Error::Invalid`] where a matrix reaches out of its slice or elements of `out` coincide: a bug of the caller.
 pub(crate) fn gemm<T: Real>(
+    size: (usize, usize, usize),
+    out: (&mut [T], Place),
+    a: (&[T], Place),
+    b: (&[T], Place),
+) -> Result<()> {
+    gemm_onto(size, out, a, b, false)
+}
+
+/// [`gemm`], added to `out` where `add`.
+fn gemm_onto<T: Real>(
     (m, n, k): (usize, usize, usize),
     out: (&mut [T], Place),
     a: (&[T], Place),
     b: (&[T], Place),
+    add: bool,
 ) -> Result<()> {
     if m == 0 || n == 0 {
         return Ok(());
     }
     check((m, n, k), (out.0.len(), out.1), (a.0.len(), a.1), (b.0.len(), b.1))?;
     if k == 0 {
-        for i in 0..m {
-            for j in 0..n {
-                let at = out.1.offset as isize + i as isize * out.1.row + j as isize * out.1.col;
-                out.0[at as usize] = T::ZERO;
-            }
-        }
+        (0..m * n).for_each(|i| out.0[out.1.at(i / n, i % n)] = T::ZERO);
         return Ok(());
     }
     let to = Start(out.0.as_mut_ptr());
     each_piece((m, n), cut((m, n, k), m, |_| n), |down, across| {
         let to = &to;
         let (top, left) = (down.start, across.start);
-        let at = |place: Place, row: usize, col: usize| {
-            place.offset as isize + row as isize * place.row + col as isize * place.col
-        };
         // SAFETY: all three matrices lie in their slices (`check`, above), which are initialised and live through the
         // call, and so does a piece of them, which is not empty: its first element is one of theirs. `out` is borrowed
         // exclusively, so it overlaps neither input, and its elements are distinct, so pieces without a common element
-        // are in different memory. `T` is f32 or f64, which the crate supports; `read_dst` is false, so alpha is unused.
+        // are in different memory. `T` is f32 or f64, which the crate supports.
         unsafe {
             ::gemm::gemm(
                 down.len(),
                 across.len(),
                 k,
-                to.0.offset(at(out.1, top, left)),
+                to.0.add(out.1.at(top, left)),
                 out.1.col,
                 out.1.row,
-                false,
-                a.0.as_ptr().offset(at(a.1, top, 0)),
+                add,
+                a.0.as_ptr().add(a.1.at(top, 0)),
                 a.1.col,
                 a.1.row,
-                b.0.as_ptr().offset(at(b.1, 0, left)),
+                b.0.as_ptr().add(b.1.at(0, left)),
                 b.1.col,
                 b.1.row,
-                T::ZERO,
+                if add { T::ONE } else { T::ZERO },
                 T::ONE,
                 false,
                 false,

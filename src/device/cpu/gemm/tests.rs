@@ -1,3 +1,6 @@
+use half::{bf16, f16};
+
+use super::integers::{Integer, Widen};
 use super::*;
 
 const fn place(offset: usize, row: isize, col: isize) -> Place {
@@ -341,6 +344,75 @@ fn products_alone() {
                     let same = got == want || (got.is_nan() && want.is_nan()) || (got - want).abs() <= 1e-5;
                     assert!(same, "{m} x {count} x {n}, {steps}: ({i}, {j}) is {got}, not {want}");
                 }
+            }
+        }
+    }
+}
+
+/// A matrix with gaps and one from its end, too; sums of more steps than are laid out at a time.
+#[test]
+fn products_of_integers_wrap_in_the_results_bits() {
+    fn check<E: Widen<D::Sum> + Into<i64>, D: Integer + PartialEq + std::fmt::Debug>(of: impl Fn(i64) -> (E, D)) {
+        for (m, n, k) in [(1, 1, 0), (3, 300, 4), (40, 3, 3), (9, 270, 261), (1, 7, 9000), (500, 2, 40), (8, 8, 33)] {
+            let layouts = |rows: usize, columns: usize| {
+                let last = rows.max(1) * columns.max(1) - 1;
+                [
+                    place(0, columns as isize, 1),
+                    place(1, 1, rows as isize),
+                    place(2, 2 * columns as isize + 3, 2),
+                    place(last, -(columns as isize), -1),
+                ]
+            };
+            let numbers = |n: usize, seed: usize| -> Vec<E> {
+                (0..n).map(|i| of(((i + seed) * 2_654_435_761 >> 7) as i64).0).collect()
+            };
+            let room = |rows: usize, columns: usize| rows.max(1) * (2 * columns + 3) + 3;
+            let (x, y) = (numbers(room(m, k), 1), numbers(room(k, n), 5));
+            for (l, a) in layouts(m, k).into_iter().enumerate() {
+                for b in layouts(k, n) {
+                    let c = layouts(m, n)[l % 3];
+                    let mut out = vec![of(77).1; room(m, n)];
+                    gemm_integers((m, n, k), &mut out, &x, &y, std::iter::once([a, b, c])).unwrap();
+                    for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+                        let products = (0..k).map(|p| x[a.at(i, p)].into().wrapping_mul(y[b.at(p, j)].into()));
+                        let want = of(products.fold(0, i64::wrapping_add)).1;
+                        assert_eq!(out[c.at(i, j)], want, "{m} x {k} x {n}, {a:?} {b:?} {c:?}: ({i}, {j})");
+                    }
+                    let written = out.iter().filter(|&&x| x != of(77).1).count();
+                    assert!(written <= m * n, "{m} x {k} x {n}: written outside");
+                }
+            }
+        }
+    }
+    check::<u8, u8>(|x| (x as u8, x as u8));
+    check::<u8, i64>(|x| (x as u8, x));
+    check::<i32, i32>(|x| (x as i32, x as i32));
+    check::<u32, u32>(|x| (x as u32, x as u32));
+    check::<i64, i64>(|x| (x << 30, x));
+}
+
+/// Steps between both rows and columns, and few steps of k: there is no kernel for these, so that halves are widened.
+#[test]
+fn halves_without_a_kernel_are_widened_in_tiles() {
+    let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
+    for ((m, n, k), a, b) in [
+        ((3, 9, 300_000), place(1, 2, 6), place(0, 27, 3)),
+        ((70_000, 9, 4), place(3, 9, 2), place(0, 9, 1)),
+        ((70_000, 9, 4), place(0, 4, 1), place(35, -9, -1)),
+        ((9, 70_000, 5), place(0, 1, 9), place(2, 1, 70_000)),
+    ] {
+        let room = |p: Place, rows: usize, columns: usize| {
+            p.offset + rows * p.row.unsigned_abs() + columns * p.col.unsigned_abs() + 1
+        };
+        let x: Vec<f16> = (0..room(a, m, k)).map(|i| f16::from_f32(number(i))).collect();
+        let y: Vec<bf16> = (0..room(b, k, n)).map(|i| bf16::from_f32(number(i))).collect();
+        let (mut out, c) = (vec![f32::NAN; m * n], place(0, n as isize, 1));
+        gemm_f32((m, n, k), &mut out, Floats::F16(&x), Floats::BF16(&y), std::iter::once([a, b, c])).unwrap();
+        for i in (0..m).step_by(1 + m / 97) {
+            for j in (0..n).step_by(1 + n / 97) {
+                let product = |p| f64::from(x[a.at(i, p)]) * f64::from(y[b.at(p, j)]);
+                let (want, got) = ((0..k).map(product).sum::<f64>(), f64::from(out[c.at(i, j)]));
+                assert!((got - want).abs() <= 1e-6 * k as f64, "{m} x {k} x {n}: ({i}, {j}) is {got}, not {want}");
             }
         }
     }
