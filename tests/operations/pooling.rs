@@ -291,3 +291,67 @@ fn pools_say_what_does_not_fit() {
     let max = ints.max_pool2d([2, 2], MaxPoolOptions::default()).unwrap();
     assert_eq!(f64s(&max).sum(), 0.0);
 }
+
+/// Planes that are pooled in parts, one long row and a tall image, in dtypes that are read in place and converted.
+#[test]
+fn large_planes() {
+    each_device(|device| {
+        let shapes = [
+            ([1, 300_001], pool([1, 5], [1, 2], [0, 2], [1, 2], false)),
+            ([701, 503], pool([3, 2], [2, 1], [1, 1], [2, 1], false)),
+        ];
+        for ([h, w], p) in shapes {
+            let x: Vec<f64> = (0..2 * h * w).map(|i| ((i * 7919) % 251) as f64).collect();
+            let (rows, columns) = (p.windows(0, h), p.windows(1, w));
+            let taps = |(from, to): (isize, isize), d: usize, size: usize| {
+                (from..to).step_by(p.dilation[d]).filter(move |&i| i >= 0 && i < size as isize)
+            };
+            let (mut best, mut places, mut sums) = (Vec::new(), Vec::new(), Vec::new());
+            for plane in x.chunks(h * w) {
+                for (&row, &column) in rows.iter().flat_map(|row| columns.iter().map(move |column| (row, column))) {
+                    let all = taps(row, 0, h).flat_map(|i| taps(column, 1, w).map(move |j| i as usize * w + j as usize));
+                    let first = all.clone().next().unwrap();
+                    let greatest = all.fold(first, |best, at| if plane[at] > plane[best] { at } else { best });
+                    best.push(plane[greatest]);
+                    places.push(greatest as f64);
+                }
+                for i in 0..h / 2 + usize::from(h == 1) {
+                    let high = if h == 1 { 1 } else { 2 };
+                    for j in 0..w / 2 {
+                        let four = (0..high).flat_map(|k| [(high * i + k) * w + 2 * j, (high * i + k) * w + 2 * j + 1]);
+                        sums.push(four.map(|at| plane[at]).sum::<f64>() / (2 * high) as f64);
+                    }
+                }
+            }
+            for dtype in [DType::F32, DType::U8, DType::F16] {
+                let wide: Vec<f32> = x.iter().map(|&x| x as f32).collect();
+                let x = Tensor::from_slice(&wide, [1, 2, h, w], device).unwrap().to_dtype(dtype).unwrap();
+                let strided = x.transpose(2, 3).unwrap().contiguous().unwrap().transpose(2, 3).unwrap();
+                let options = MaxPoolOptions {
+                    stride: Some(p.stride),
+                    padding: p.padding.into(),
+                    dilation: p.dilation,
+                    ceil_mode: false,
+                };
+                for x in [&x, &strided] {
+                    let (y, at) = x.max_pool2d_with_indices(p.kernel, options).unwrap();
+                    assert!(f64s(&y).iter().eq(&best), "{h} x {w} in {dtype} on {device}");
+                    assert!(f64s(&at).iter().eq(&places), "indices of {h} x {w} in {dtype} on {device}");
+                    if dtype.is_float() {
+                        let kernel = [2.min(h), 2];
+                        let y = x.avg_pool2d(kernel, AvgPoolOptions::default()).unwrap();
+                        let close = f64s(&y).iter().zip(&sums).all(|(a, b)| (a - b).abs() <= 0.13);
+                        assert!(close, "means of {h} x {w} in {dtype} on {device}");
+                        // Parts of two elements and one row are windows of that size.
+                        let parts = x.narrow(3, 0, w - 1).unwrap().adaptive_avg_pool2d([h, w / 2]).unwrap();
+                        let pairs = x.narrow(3, 0, w - 1).unwrap().avg_pool2d([1, 2], AvgPoolOptions::default());
+                        assert_eq!(f64s(&parts), f64s(&pairs.unwrap()), "adaptive, {h} x {w} in {dtype} on {device}");
+                        let parts = x.narrow(3, 0, w - 1).unwrap().adaptive_max_pool2d([h, w / 2]).unwrap();
+                        let pairs = x.narrow(3, 0, w - 1).unwrap().max_pool2d([1, 2], MaxPoolOptions::default());
+                        assert_eq!(f64s(&parts), f64s(&pairs.unwrap()), "adaptive, {h} x {w} in {dtype} on {device}");
+                    }
+                }
+            }
+        }
+    });
+}

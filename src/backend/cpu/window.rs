@@ -13,6 +13,8 @@ use crate::{Compute, DType, Result, Tensor};
 
 /// Elements a job of the pool has.
 const JOB: usize = 1 << 14;
+/// Elements of a plane that is pooled as a whole.
+const PLANE: usize = 1 << 17;
 
 pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
@@ -171,60 +173,89 @@ struct PoolJob<'a> {
 }
 
 impl PoolJob<'_> {
-    /// Plane i of what is read, in the compute type: where it lies if it can be read there, otherwise in `buffer`.
-    fn plane<'b, C: Number>(&self, bytes: &'b [u8], i: usize, buffer: &'b mut Vec<C>) -> &'b [C] {
-        let (dims, s) = (self.x.shape().dims(), self.x.strides());
-        let start = self.x.layout.offset as isize + (i / dims[1]) as isize * s[0] + (i % dims[1]) as isize * s[1];
-        if s[3] == 1 && s[2] == dims[3] as isize && self.x.dtype == C::COMPUTE.dtype() {
-            return &bytemuck::cast_slice(bytes)[start as usize..][..dims[2] * dims[3]];
+    /// Returns the elements of plane i that belong to the part, in the compute type: in place if their dtype is that and they are
+    /// contiguous, otherwise converted into `buffer`.
+    fn plane<'b, C: Number>(&self, bytes: &'b [u8], i: usize, part: &Part, buffer: &'b mut Vec<C>) -> &'b [C] {
+        let (dims, s, [rows, columns]) = (self.x.shape().dims(), self.x.strides(), part.image);
+        let first = [i / dims[1], i % dims[1], part.first[0], part.first[1]];
+        let start = first.iter().zip(s).fold(self.x.layout.offset as isize, |at, (&i, s)| at + i as isize * s);
+        if s[3] == 1 && (rows == 1 || s[2] == columns as isize) && self.x.dtype == C::COMPUTE.dtype() {
+            return &bytemuck::cast_slice(bytes)[start as usize..][..rows * columns];
         }
-        buffer.resize(dims[2] * dims[3], C::from_i32(0));
-        for (h, row) in buffer.chunks_mut(dims[3]).enumerate() {
+        buffer.resize(rows * columns, C::from_i32(0));
+        for (h, row) in buffer.chunks_mut(columns.max(1)).enumerate() {
             load_tile(self.x.dtype, bytes, (start + h as isize * s[2]) as _, s[3], row);
         }
         buffer
     }
 
+    /// Windows of a part of a plane: all of them, or of a large plane a few rows.
+    fn at_once(&self) -> usize {
+        let (w, windows) = (self.w, self.w.grid[0] * self.w.grid[1]);
+        let parts = windows.max(w.image[0] * w.image[1]).div_ceil(PLANE);
+        let step = if Part::dim(w) == 0 { w.grid[1] } else { 1 };
+        if parts <= 1 { windows } else { windows.div_ceil(parts).next_multiple_of(step).min(windows) }
+    }
+
     fn greatest<C: Number>(&self, bytes: &[u8], values: &mut [u8], indices: &mut [u8]) {
         let (w, dims, dtype) = (self.w, self.x.shape().dims(), self.x.dtype);
-        let count = w.grid[0] * w.grid[1];
-        let (planes, taps) = (dims[0] * dims[1], Taps::new(w));
-        let firsts: Vec<i64> =
-            (0..count).map(|o| (w.span(0, o / w.grid[1]).0 * w.image[1] + w.span(1, o % w.grid[1]).0) as i64).collect();
+        let (planes, count, at_once) = (dims[0] * dims[1], w.grid[0] * w.grid[1], self.at_once());
+        let first = |o: usize| (w.span(0, o / w.grid[1]).0 * w.image[1] + w.span(1, o % w.grid[1]).0) as i64;
+        let of_whole: Vec<i64> = if at_once == count { (0..count).map(first).collect() } else { Vec::new() };
+        // The windows from `o` on of planes from `plane` on, of which there are several where they are whole.
+        let several = |plane: usize, o: usize, chunks: &mut [&mut [u8]]| {
+            let [values, indices] = chunks else { unreachable!("two were given") };
+            let indices: &mut [i64] = bytemuck::cast_slice_mut(indices);
+            let made = indices.len().min(at_once);
+            let part = Part::new(w, o, made);
+            let (taps, skipped) = (Taps::new(&part.windows), (part.first[0] * w.image[1] + part.first[1]) as i64);
+            let (mut buffer, mut best) = (Vec::new(), vec![C::from_i32(0); made]);
+            let mut picked = vec![C::from_i32(0); part.windows.grid[1]];
+            for (j, (values, at)) in values.chunks_mut(made * dtype.size()).zip(indices.chunks_mut(made)).enumerate() {
+                let elements = self.plane::<C>(bytes, plane + j, &part, &mut buffer);
+                best.fill(C::from_f64(f64::NEG_INFINITY));
+                match at_once == count {
+                    true => at.copy_from_slice(&of_whole),
+                    false => at.iter_mut().enumerate().for_each(|(i, at)| *at = first(o + i) - skipped),
+                }
+                match w.adaptive {
+                    true => self.greatest_each(elements, o, skipped as usize, &mut best, at),
+                    false => greatest(&taps, elements, &mut picked, &mut best, at),
+                }
+                if skipped > 0 {
+                    at.iter_mut().for_each(|at| *at += skipped);
+                }
+                store_tile(dtype, &best, values, 0, 1);
+            }
+        };
+        let sizes = [dtype.size(), size_of::<i64>()];
+        let [values, indices] =
+            [(values, sizes[0]), (indices, sizes[1])].map(|(t, size)| &mut t[..planes * count * size]);
+        if at_once < count {
+            let planes = values.chunks_mut(count * sizes[0]).zip(indices.chunks_mut(count * sizes[1]));
+            return planes.enumerate().for_each(|(plane, (values, indices))| {
+                let each = |i: usize, chunks: &mut [&mut [u8]]| several(plane, i * at_once, chunks);
+                parallel::for_each_chunks(&mut [values, indices], &sizes.map(|size| at_once * size), each);
+            });
+        }
         let per_job = match planes * count * w.kernel[0] * w.kernel[1] <= JOB {
             true => planes,
             false => (JOB / 4).div_ceil(w.image[0] * w.image[1]),
         };
-        let mut results =
-            [&mut values[..planes * count * dtype.size()], &mut indices[..planes * count * size_of::<i64>()]];
-        let sizes = [per_job * count * dtype.size(), per_job * count * size_of::<i64>()];
-        parallel::for_each_chunks(&mut results, &sizes, |i, chunks| {
-            let [values, indices] = chunks else { unreachable!("two were given") };
-            let (mut buffer, mut best) = (Vec::new(), vec![C::from_i32(0); count]);
-            let mut picked = vec![C::from_i32(0); w.grid[1]];
-            let indices: &mut [i64] = bytemuck::cast_slice_mut(indices);
-            for (j, (values, at)) in values.chunks_mut(count * dtype.size()).zip(indices.chunks_mut(count)).enumerate()
-            {
-                let plane = self.plane::<C>(bytes, i * per_job + j, &mut buffer);
-                best.fill(C::from_f64(f64::NEG_INFINITY));
-                at.copy_from_slice(&firsts);
-                match w.adaptive {
-                    true => self.greatest_each(plane, &mut best, at),
-                    false => greatest(&taps, plane, &mut picked, &mut best, at),
-                }
-                store_tile(dtype, &best, values, 0, 1);
-            }
-        });
+        let each = |i: usize, chunks: &mut [&mut [u8]]| several(i * per_job, 0, chunks);
+        parallel::for_each_chunks(&mut [values, indices], &sizes.map(|size| per_job * count * size), each);
     }
 
-    /// The greatest elements of windows that differ in size.
-    fn greatest_each<C: Number>(&self, plane: &[C], best: &mut [C], at: &mut [i64]) {
+    /// The greatest elements of windows from `first` on that differ in size, of a plane without its first `skipped` elements.
+    fn greatest_each<C: Number>(&self, plane: &[C], first: usize, skipped: usize, best: &mut [C], at: &mut [i64]) {
         let w = self.w;
         for (o, (best, at)) in best.iter_mut().zip(at).enumerate() {
-            let ((top, bottom), (left, right)) = (w.span(0, o / w.grid[1]), w.span(1, o % w.grid[1]));
+            let ((top, bottom), (left, right)) =
+                (w.span(0, (first + o) / w.grid[1]), w.span(1, (first + o) % w.grid[1]));
             for h in top..bottom {
                 for v in left..right {
-                    greater(best, at, plane[h * w.image[1] + v], (h * w.image[1] + v) as i64);
+                    let place = h * w.image[1] + v - skipped;
+                    greater(best, at, plane[place], place as i64);
                 }
             }
         }
@@ -234,38 +265,54 @@ impl PoolJob<'_> {
     fn others<C: Number>(&self, bytes: &[u8], indices: &[i64], out: &mut [u8]) {
         let (w, dims) = (self.w, self.x.shape().dims());
         let (windows, elements) = (w.grid[0] * w.grid[1], w.image[0] * w.image[1]);
-        let made = if let Task::Mean(_) = self.task { windows } else { elements };
+        // Gradients are those of whole planes.
+        let (made, at_once) = match self.task {
+            Task::Mean(_) => (windows, self.at_once()),
+            _ => (elements, windows),
+        };
         let inside = |o: usize| {
             let ((top, bottom), (left, right)) = (w.span(0, o / w.grid[1]), w.span(1, o % w.grid[1]));
             (top..bottom).flat_map(move |h| (left..right).map(move |v| h * w.image[1] + v))
         };
-        let shares: Vec<C> = match self.task {
-            Task::Mean(divisor) | Task::MeanBackward(divisor) => {
-                (0..windows).map(|o| C::from_i64(w.divisor([o / w.grid[1], o % w.grid[1]], divisor) as i64)).collect()
-            }
-            _ => Vec::new(),
+        let divisors = |first: usize, count: usize| -> Vec<C> {
+            let (Task::Mean(divisor) | Task::MeanBackward(divisor)) = self.task else { return Vec::new() };
+            let of = |o: usize| C::from_i64(w.divisor([o / w.grid[1], o % w.grid[1]], divisor) as i64);
+            (first..first + count).map(of).collect()
         };
-        let (zero, size, taps) = (C::from_i32(0), DType::size(self.x.dtype), Taps::new(w));
-        let several = |first: usize, out: &mut [u8]| {
-            let (mut buffer, mut result, mut picked) = (Vec::new(), vec![zero; made], vec![zero; w.grid[1]]);
+        let of_whole = if at_once == windows { divisors(0, windows) } else { Vec::new() };
+        let (zero, size) = (C::from_i32(0), DType::size(self.x.dtype));
+        // The windows from `o` on of planes from `plane` on, of which there are several where they are whole.
+        let several = |plane: usize, o: usize, out: &mut [u8]| {
+            let count = if at_once == windows { windows } else { out.len() / size };
+            let part = match self.task {
+                Task::Mean(_) => Part::new(w, o, count),
+                _ => Part { windows: *w, first: [0; 2], image: w.grid },
+            };
+            let made = if at_once == windows { made } else { count };
+            let of_part = if at_once == windows { Vec::new() } else { divisors(o, count) };
+            let shares = if at_once == windows { &of_whole } else { &of_part };
+            let (taps, skipped) = (Taps::new(&part.windows), part.first[0] * w.image[1] + part.first[1]);
+            let (mut buffer, mut result) = (Vec::new(), vec![zero; made]);
+            let mut picked = vec![zero; part.windows.grid[1]];
             let mut scaled = vec![zero; if let Task::MeanBackward(_) = self.task { windows } else { 0 }];
             for (i, out) in out.chunks_mut(made * size).enumerate() {
-                let plane = self.plane::<C>(bytes, first + i, &mut buffer);
+                let plane_i = plane + i;
+                let plane = self.plane::<C>(bytes, plane_i, &part, &mut buffer);
                 result.fill(zero);
                 let result = &mut result[..];
                 match self.task {
-                    Task::Mean(_) if !w.adaptive => means(&taps, plane, &mut picked, &shares, result),
+                    Task::Mean(_) if !w.adaptive => means(&taps, plane, &mut picked, shares, result),
                     Task::MeanBackward(_) if !w.adaptive => {
-                        spread(&taps, plane, &shares, &mut scaled, result);
+                        spread(&taps, plane, shares, &mut scaled, result);
                     }
-                    Task::Mean(_) => result.iter_mut().zip(&shares).enumerate().for_each(|(o, (y, share))| {
-                        *y = inside(o).fold(*y, |sum, at| sum.add(plane[at])).div(*share);
+                    Task::Mean(_) => result.iter_mut().zip(shares).enumerate().for_each(|(i, (y, share))| {
+                        *y = inside(o + i).fold(*y, |sum, at| sum.add(plane[at - skipped])).div(*share);
                     }),
-                    Task::MeanBackward(_) => plane.iter().zip(&shares).enumerate().for_each(|(o, (g, share))| {
+                    Task::MeanBackward(_) => plane.iter().zip(shares).enumerate().for_each(|(o, (g, share))| {
                         let g = g.div(*share);
                         inside(o).for_each(|at| result[at] = result[at].add(g));
                     }),
-                    Task::MaxBackward => plane.iter().zip(&indices[(first + i) * windows..]).for_each(|(g, &at)| {
+                    Task::MaxBackward => plane.iter().zip(&indices[plane_i * windows..]).for_each(|(g, &at)| {
                         result[at as usize] = result[at as usize].add(*g);
                     }),
                     Task::Max => unreachable!("has two results"),
@@ -274,10 +321,44 @@ impl PoolJob<'_> {
             }
         };
         let out = &mut out[..dims[0] * dims[1] * made * size];
+        if at_once < windows {
+            return out.chunks_mut(windows * size).enumerate().for_each(|(plane, out)| {
+                parallel::for_each_chunk(out, at_once * size, |i, out| several(plane, i * at_once, out));
+            });
+        }
         let per_job = (JOB / 4).div_ceil(elements.max(windows));
         match dims[0] * dims[1] * elements.max(windows) <= JOB {
-            true => several(0, out),
-            false => parallel::for_each_chunk(out, per_job * made * size, |i, out| several(i * per_job, out)),
+            true => several(0, 0, out),
+            false => parallel::for_each_chunk(out, per_job * made * size, |i, out| several(i * per_job, 0, out)),
         }
+    }
+}
+
+/// Consecutive rows of a plane's windows, or consecutive windows of its only row, over an image that has only their elements.
+struct Part {
+    windows: Windows,
+    /// The first row and column of the elements that these windows read, and the numbers of their rows and columns.
+    first: [usize; 2],
+    image: [usize; 2],
+}
+
+impl Part {
+    /// The dim that a plane is cut along.
+    fn dim(w: &Windows) -> usize {
+        usize::from(w.image[0] == 1 && w.grid[0] == 1)
+    }
+
+    fn new(w: &Windows, first: usize, count: usize) -> Part {
+        let d = Part::dim(w);
+        let step = if d == 0 { w.grid[1] } else { 1 };
+        let (from, to) = (first / step, (first + count) / step);
+        let start = if w.adaptive { w.span(d, from).0 } else { (from * w.stride[d]).saturating_sub(w.padding[d]) };
+        let mut part = Part { windows: *w, first: [0; 2], image: w.image };
+        part.first[d] = start;
+        part.image[d] = w.span(d, to - 1).1.saturating_sub(start);
+        part.windows.padding[d] = w.padding[d].saturating_sub(from * w.stride[d]);
+        part.windows.image = part.image;
+        part.windows.grid[d] = to - from;
+        part
     }
 }
