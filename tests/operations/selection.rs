@@ -3,7 +3,7 @@
 use claystone::{DType, Device, Tensor};
 use ndarray::ArrayD;
 
-use crate::common::f64s;
+use crate::common::{each_device, f64s};
 use crate::sorting::{along, equal, numbers, sorted};
 
 const CPU: Device = Device::Cpu;
@@ -127,4 +127,39 @@ fn long_sequences_of_every_dtype() {
             assert!(made.equal(&want).unwrap(), "{n} {dtype}");
         }
     }
+}
+
+/// Looks up and counts more elements than one block has.
+#[test]
+fn membership_and_counts_of_many_elements() {
+    each_device(|device| {
+        let n = (1 << 21) + 77;
+        let values: Vec<i64> = (0..n).map(|i: i64| i * 7919 % 251).collect();
+        let t = Tensor::from_slice(&values, n as usize, device).unwrap();
+        let mut counts = vec![0i64; 251];
+        values.iter().for_each(|&x| counts[x as usize] += 1);
+        for dtype in [DType::I64, DType::U8] {
+            let t = t.to_dtype(dtype).unwrap();
+            let some = Tensor::from_slice(&[3i64, 250, 77], 3, device).unwrap().to_dtype(dtype).unwrap();
+            let found = t.isin(&some).unwrap().to_vec::<bool>().unwrap();
+            assert!(
+                found.iter().zip(&values).all(|(&found, x)| found == [3, 250, 77].contains(x)),
+                "{dtype} on {device}"
+            );
+            assert_eq!(t.bincount(None, 0).unwrap().to_vec::<i64>().unwrap(), counts, "{dtype} on {device}");
+            assert!(t.equal(&t.contiguous().unwrap()).unwrap());
+            assert!(!t.equal(&t.flip(0).unwrap()).unwrap());
+            assert!(t.allclose(&t, 0.0, 0.0, false).unwrap());
+        }
+        let parts = t.to_dtype(DType::F32).unwrap().histc(251, -0.5, 250.5).unwrap();
+        assert!(f64s(&parts).iter().zip(&counts).all(|(&a, &b)| a == b as f64), "histc on {device}");
+        // Products of integers beside others, wrapping: a product that is summed in 64 bits before a bias is added in parts.
+        let x = t.narrow(0, 0, 1 << 21).unwrap().reshape([1 << 19, 4]).unwrap().to_dtype(DType::U8).unwrap();
+        let w = x.narrow(0, 5, 9).unwrap();
+        let bias = w.select(1, 0).unwrap();
+        let made = x.linear(&w, Some(&bias)).unwrap().to_vec::<u8>().unwrap();
+        let of = |i: usize, k: usize| values[i * 4 + k];
+        let right = |i: usize| (0..4).map(|k| of(i / 9, k) * of(i % 9 + 5, k)).sum::<i64>() + of(i % 9 + 5, 0);
+        assert!(made.iter().enumerate().all(|(i, &x)| x == right(i) as u8), "linear of u8 on {device}");
+    });
 }

@@ -232,11 +232,15 @@ pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize
     with_host(&[&t.storage], &[&out.storage], |reads, writes| {
         check(op, t, reads[0], &t.layout, classes, false)?;
         let strided = StridedDims::new(t.shape(), [t.strides()]);
-        let mut indices = vec![0i64; t.numel()];
-        read(t, reads[0], &t.layout, &strided, 0, 0, &mut indices);
-        let out: &mut [i64] = bytemuck::cast_slice_mut(&mut *writes[0]);
-        out[..indices.len() * classes].fill(0);
-        indices.iter().enumerate().for_each(|(i, c)| out[i * classes + *c as usize] = 1);
+        let rows = (JOB / classes).clamp(1, TILE);
+        let out = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..t.numel() * classes];
+        parallel::for_each_chunk(out, rows * classes, |k, out| {
+            let mut tile = [0i64; TILE];
+            let tile = &mut tile[..out.len() / classes];
+            read(t, reads[0], &t.layout, &strided, 0, k * rows, tile);
+            out.fill(0);
+            out.chunks_exact_mut(classes).zip(tile).for_each(|(row, class)| row[*class as usize] = 1);
+        });
         Ok(())
     })?
 }

@@ -114,8 +114,8 @@ impl Tensor {
     #[track_caller]
     pub fn equal(&self, other: &Tensor) -> Result<bool> {
         replaced!(op = "equal", [self, other]);
-        let differ = |t: Tensor| t.to_dtype(DType::I64)?.sum((), false)?.item::<i64>();
-        Ok(self.shape() == other.shape() && differ(self.detach().ne(other)?).named(op)? == 0)
+        let differ = |t: Tensor| t.any((), false)?.item::<bool>();
+        Ok(self.shape() == other.shape() && !differ(self.detach().ne(other)?).named(op)?)
     }
 
     /// Whether all elements are close, as [`Tensor::isclose`] says (PyTorch's `allclose`, whose `rtol` is 1e-5 and `atol`
@@ -133,8 +133,7 @@ impl Tensor {
     #[track_caller]
     pub fn allclose(&self, other: &Tensor, rtol: f64, atol: f64, equal_nan: bool) -> Result<bool> {
         replaced!(op = "allclose", [self, other], rtol, atol, equal_nan);
-        let far = self.isclose(other, rtol, atol, equal_nan).and_then(|close| close.logical_not());
-        Ok(far.named(op)?.to_dtype(DType::I64)?.sum((), false)?.item::<i64>()? == 0)
+        self.isclose(other, rtol, atol, equal_nan).named(op)?.all((), false)?.item::<bool>()
     }
 
     /// The tensor itself (PyTorch's `positive`).

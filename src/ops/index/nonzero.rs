@@ -59,6 +59,19 @@ fn runs(t: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     Ok((values, running, starts))
 }
 
+/// Elements that are counted at a time, at least: the places of each take 8 bytes.
+const BLOCK: usize = 1 << 20;
+
+/// The sums of what `count` gives for blocks of a vector: `results` numbers.
+fn summed_by_blocks(t: &Tensor, results: usize, count: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    let (n, block) = (t.numel(), BLOCK.max(results));
+    let sums = count(&t.narrow(0, 0, block.min(n))?)?;
+    for start in (block..n).step_by(block) {
+        sums.add_(&count(&t.narrow(0, start, block.min(n - start))?)?)?;
+    }
+    Ok(sums)
+}
+
 /// For every element of `[N, C]` how many different elements of its column are below it.
 fn dense_ranks(t: &Tensor) -> Result<Tensor> {
     let (sorted, order) = t.sort(0, false)?;
@@ -275,10 +288,10 @@ impl Tensor {
         let size = greatest.saturating_add(1).max(i64::try_from(minlength).unwrap_or(i64::MAX));
         match weights {
             Some(w) => Tensor::zeros(size as usize, w)?.index_add(0, self, &w.detach()),
-            None => {
-                let sorted = self.sort(0, false)?.0.to_dtype(DType::I64)?;
+            None => summed_by_blocks(self, size as usize, |block| {
+                let sorted = block.sort(0, false)?.0.to_dtype(DType::I64)?;
                 sorted.searchsorted(&range(0, size.saturating_add(1), self)?, false)?.diff(1, 0)
-            }
+            }),
         }
     }
 
@@ -306,7 +319,10 @@ impl Tensor {
         let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
         let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
         let params = Params::of(&scalars);
-        let part = apply(op, &[&flatten(self)?], params, &part, &[DType::I64])?.remove(0);
-        part.bincount(None, bins.saturating_add(1))?.narrow(0, 0, bins)?.to_dtype(self.dtype)
+        let counts = summed_by_blocks(&flatten(&self.detach())?, bins, |block| {
+            let part = apply(op, &[block], params, &part, &[DType::I64])?.remove(0);
+            part.bincount(None, bins.saturating_add(1))
+        })?;
+        counts.narrow(0, 0, bins)?.to_dtype(self.dtype)
     }
 }

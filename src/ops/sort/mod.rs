@@ -70,6 +70,9 @@ operations! {
     bucketize(input: x, boundaries: x, right: bool = false): Sorting, All -> I64;
 }
 
+/// Elements whose positions, 8 bytes each, are looked up at a time.
+const BLOCK: usize = 1 << 21;
+
 impl Tensor {
     /// The elements in order along `dim`, and the indices they had, as i64 (PyTorch's `sort`, always stable). NaN is above
     /// everything. Differentiable.
@@ -176,8 +179,20 @@ impl Tensor {
         let (x, among) = (self.detach().to_dtype(dtype)?, test_elements.detach().to_dtype(dtype)?.reshape(n)?);
         let among = sorted(op, &among, 0, false)?.0;
         // A value greater than all is compared with the last element, which differs.
-        let position = searched(op, &among, &x, false)?.clamp_max(n as i64 - 1)?;
-        among.take(&position)?.eq(&x)
+        let is_in = |x: &Tensor| {
+            let position = searched(op, &among, x, false)?.clamp_max(n as i64 - 1)?;
+            among.take(&position)?.eq(x)
+        };
+        if x.numel() <= BLOCK {
+            return is_in(&x);
+        }
+        let (x, out) = (x.reshape(x.numel())?, Tensor::empty(self.shape(), (DType::Bool, self.device()))?);
+        let flat = out.reshape(x.numel())?;
+        for start in (0..x.numel()).step_by(BLOCK) {
+            let length = BLOCK.min(x.numel() - start);
+            flat.narrow(0, start, length)?.copy_(&is_in(&x.narrow(0, start, length)?)?)?;
+        }
+        Ok(out)
     }
 }
 
