@@ -115,6 +115,7 @@ impl MultiheadAttention {
         masks: AttentionMasks<'_>,
     ) -> Result<(Tensor, Option<Tensor>)> {
         let _caller = Caller::enter();
+        check_shapes(query, key, value, masks)?;
         let (q, k, v) = (self.projected(0, query)?, self.projected(1, key)?, self.projected(2, value)?);
         let mask = self.mask(&q, masks)?;
         let (heads, weights) = match masks.need_weights {
@@ -171,6 +172,36 @@ impl MultiheadAttention {
             (a, b) => a.or(b),
         };
         one.map(|m| if m.dtype() == DType::Bool { m.logical_not() } else { Ok(m) }).transpose()
+    }
+}
+
+/// Checks the tensors of [`MultiheadAttention::attend`], so that errors do not name the shapes of heads.
+fn check_shapes(query: &Tensor, key: &Tensor, value: &Tensor, masks: AttentionMasks<'_>) -> Result<()> {
+    let mismatch = |lhs: &Tensor, rhs: &Tensor, hint| {
+        let (lhs, rhs) = (lhs.shape().clone(), rhs.shape().clone());
+        Err(Error::ShapeMismatch { op: "MultiheadAttention", lhs, rhs, hint })
+    };
+    // Whether two shapes, or the last dims that both have, broadcast.
+    let fit = |a: &[usize], b: &[usize]| a.iter().rev().zip(b.iter().rev()).all(|(&a, &b)| a == b || a == 1 || b == 1);
+    let ([batch @ .., l, _], [of_keys @ .., s, _]) = (query.shape().dims(), key.shape().dims()) else {
+        return mismatch(query, key, "queries are [.., L, E] and keys [.., S, E]");
+    };
+    if !fit(batch, of_keys) {
+        return mismatch(query, key, "queries are [.., L, E] and keys [.., S, E], whose first dims broadcast");
+    }
+    if !matches!(value.shape().dims(), [of_values @ .., values, _] if values == s && fit(of_values, of_keys)) {
+        return mismatch(key, value, "there are as many values as keys");
+    }
+    if let Some(mask) = masks.key_padding_mask
+        && !fit(mask.shape().dims(), &[of_keys, &[*s]].concat())
+    {
+        return mismatch(key, mask, "a key_padding_mask is [S] or [batch, S] for keys [batch, S, E]");
+    }
+    match masks.attn_mask {
+        Some(mask) if !fit(mask.shape().dims(), &[*l, *s]) => {
+            mismatch(query, mask, "an attn_mask is [L, S] or [batch * heads, L, S]")
+        }
+        _ => Ok(()),
     }
 }
 

@@ -110,7 +110,8 @@ pub fn cases() -> Vec<Case> {
     ] {
         for causal in [false, true] {
             cases.push(
-                (whole(q, k, v).arg(0.0).arg(causal)).gives(move |x| vec![attention([&x[0], &x[1], &x[2]], None, causal, None)]),
+                (whole(q, k, v).arg(0.0).arg(causal))
+                    .gives(move |x| vec![attention([&x[0], &x[1], &x[2]], None, causal, None)]),
             );
         }
     }
@@ -145,13 +146,16 @@ pub fn cases() -> Vec<Case> {
     for (shape, heads) in [(&[2, 5, 24][..], 2), (&[3, 6], 1), (&[2, 2, 3, 12], 4), (&[0, 5, 12], 2), (&[2, 17, 6], 2)]
     {
         for causal in [false, true] {
-            cases.push((case("packed_attention").input(shape).arg(heads).arg(0.0).arg(causal).tolerance(4.0)).gives(move |x| {
-                let [q, k, v] = parts(&x[0], heads);
-                vec![joined(attention([&q, &k, &v], None, causal, None))]
-            }));
+            cases.push((case("packed_attention").input(shape).arg(heads).arg(0.0).arg(causal).tolerance(4.0)).gives(
+                move |x| {
+                    let [q, k, v] = parts(&x[0], heads);
+                    vec![joined(attention([&q, &k, &v], None, causal, None))]
+                },
+            ));
         }
     }
-    let masked = case("packed_attention").input(&[2, 5, 12]).mask(&[2, 1, 1, 5]).arg(2).arg(0.0).arg(true).tolerance(4.0);
+    let masked =
+        case("packed_attention").input(&[2, 5, 12]).mask(&[2, 1, 1, 5]).arg(2).arg(0.0).arg(true).tolerance(4.0);
     cases.push(masked.gives(|x| {
         let [q, k, v] = parts(&x[0], 2);
         vec![joined(attention([&q, &k, &v], Some((&x[1], Mask::Keep)), true, None))]
@@ -305,13 +309,70 @@ fn a_layer_by_every_way() {
 fn shapes_that_do_not_go_together() {
     let t = |shape: &[usize]| Tensor::zeros(shape, claystone::Device::Cpu).unwrap();
     let (q, k, v, mask) = (t(&[2, 3, 4]), t(&[2, 5, 4]), t(&[2, 5, 4]), t(&[3, 4]));
-    let attend = |q: &Tensor, k: &Tensor, v: &Tensor, options| q.scaled_dot_product_attention(k, v, options).map(drop);
+    fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<(), Error> {
+        q.scaled_dot_product_attention(k, v, options).map(drop)
+    }
     let mismatch = |r: Result<(), Error>| assert!(matches!(r, Err(Error::ShapeMismatch { .. })), "{r:?}");
     mismatch(attend(&q, &t(&[2, 5, 3]), &v, Attention::default()));
     mismatch(attend(&q, &k, &t(&[2, 4, 4]), Attention::default()));
     mismatch(attend(&q, &k, &v, Attention { attn_mask: Some(&mask), ..Attention::default() }));
     let grouped = Attention { enable_gqa: true, ..Attention::default() };
     mismatch(attend(&t(&[1, 3, 3, 4]), &t(&[1, 2, 3, 4]), &t(&[1, 2, 3, 4]), grouped));
+    // Errors name the shapes that were given, and what would make them go together.
+    fn told(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> (String, String, &'static str) {
+        match attend(q, k, v, options) {
+            Err(Error::ShapeMismatch { lhs, rhs, hint, .. }) => (lhs.to_string(), rhs.to_string(), hint),
+            other => panic!("{other:?}"),
+        }
+    }
+    let (heads, few, more) = (t(&[2, 8, 5, 16]), t(&[2, 2, 7, 16]), t(&[3, 2, 7, 16]));
+    let (lhs, rhs, hint) = told(&heads, &few, &few, Attention::default());
+    assert_eq!((lhs.as_str(), rhs.as_str()), ("[2, 8, 5, 16]", "[2, 2, 7, 16]"));
+    assert!(hint.contains("enable_gqa"), "{hint}");
+    let (lhs, rhs, hint) = told(&heads, &more, &more, Attention::default());
+    assert_eq!((lhs.as_str(), rhs.as_str()), ("[2, 8, 5, 16]", "[3, 2, 7, 16]"));
+    assert!(hint.contains("broadcast"), "{hint}");
+    for (k, v, other) in [(&more, &more, "[3, 2, 7, 16]"), (&few, &more, "[3, 2, 7, 16]")] {
+        let (lhs, rhs, hint) = told(&heads, k, v, grouped);
+        assert_eq!((lhs.as_str(), rhs.as_str()), ("[2, 8, 5, 16]", other));
+        assert!(hint.contains("broadcast"), "{hint}");
+    }
+    for shape in [&[8, 7, 5][..], &[2, 8, 5, 8], &[3, 1, 5, 7], &[1, 2, 8, 5, 7]] {
+        let mask = t(shape);
+        let (lhs, rhs, _) = told(&heads, &few, &few, Attention { attn_mask: Some(&mask), ..grouped });
+        assert_eq!((lhs, rhs), ("[2, 8, 5, 16]".into(), mask.shape().to_string()));
+        let packed = t(&[2, 5, 3 * 16]);
+        match packed.packed_attention(8, Attention { attn_mask: Some(&mask), ..Attention::default() }) {
+            Err(Error::ShapeMismatch { lhs, rhs, .. }) => assert_eq!((&lhs, &rhs), (packed.shape(), mask.shape())),
+            other => panic!("{other:?}"),
+        }
+    }
+    for shape in [&[5, 7][..], &[8, 1, 7], &[2, 1, 5, 1], &[7]] {
+        let mask = t(shape);
+        attend(&heads, &few, &few, Attention { attn_mask: Some(&mask), ..grouped }).unwrap();
+    }
+    let layer = MultiheadAttention::new(8, 2, claystone::Device::Cpu).unwrap();
+    let (x, y, z, many) = (t(&[2, 5, 8]), t(&[2, 7, 8]), t(&[2, 6, 8]), t(&[3, 7, 8]));
+    let masks = AttentionMasks::default();
+    let (padding, pairs) = (t(&[2, 5]), t(&[7, 5]));
+    for need_weights in [false, true] {
+        for (k, v, key_padding_mask, attn_mask, shapes) in [
+            (&y, &z, None, None, [&y, &z]),
+            (&many, &many, None, None, [&x, &many]),
+            (&y, &y, Some(&padding), None, [&y, &padding]),
+            (&y, &y, None, Some(&pairs), [&x, &pairs]),
+        ] {
+            let masks = AttentionMasks { key_padding_mask, attn_mask, need_weights, ..masks };
+            match layer.attend(&x, k, v, masks) {
+                Err(Error::ShapeMismatch { lhs, rhs, .. }) => assert_eq!([&lhs, &rhs], shapes.map(Tensor::shape)),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    match Tensor::multi_dot(&[&t(&[2, 3]), &t(&[3, 4]), &t(&[5, 6])]) {
+        Err(Error::ShapeMismatch { lhs, rhs, .. }) => assert_eq!((lhs.dims(), rhs.dims()), (&[3, 4][..], &[5, 6][..])),
+        other => panic!("{other:?}"),
+    }
     assert!(matches!(t(&[2, 5, 10]).packed_attention(2, Attention::default()), Err(Error::Invalid { .. })));
     let whole = q.to_dtype(DType::I64).unwrap();
     assert!(matches!(attend(&whole, &whole, &whole, Attention::default()), Err(Error::UnsupportedDType { .. })));

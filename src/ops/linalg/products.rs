@@ -295,6 +295,10 @@ impl Tensor {
             mismatch!(op if t.rank() != 2 && !vector,
                 first, t, "all are matrices but the first and the last, which may be vectors");
         }
+        for pair in tensors.windows(2) {
+            mismatch!(op if pair[0].shape().dims().last() != pair[1].shape().dims().first(),
+                pair[0], pair[1], "each has as many columns as the next has rows");
+        }
         // Matrix i is sizes[i] by sizes[i + 1].
         let mut sizes: Vec<usize> = tensors.iter().map(|t| t.shape().dims()[0]).collect();
         sizes.push(last.shape().dims().last().copied().unwrap_or(1));

@@ -123,7 +123,7 @@ impl Tensor {
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
         replaced!(op, tensors; || options.arguments().into());
         invalid!(op if options.enable_gqa, "the weights of heads in groups are not given: expand keys and values");
-        check(op, self, key, value, options.attn_mask)?;
+        check(op, self, key, value, &options)?;
         let scale = Some(options.scale.unwrap_or_else(|| default_scale(self.shape().dims()[self.rank() - 1])));
         no_grad(|| attend_unblocked(op, [self, key, value], Attention { scale, ..options }))
     }
@@ -153,7 +153,9 @@ impl Tensor {
         let (scale, is_causal) = (options.scale.unwrap_or_else(|| default_scale(packed.width)), options.is_causal);
         let [q, k, v] = packed.layouts(&self.layout).map(|layout| self.with_layout(layout));
         let options = Attention { scale: Some(scale), ..options };
-        check_mask(op, &q, options.attn_mask)?;
+        let [rows @ .., length, _] = q.shape().dims() else { unreachable!("[.., heads, L, width]") };
+        let scores = rows.iter().chain([length, length]).copied().collect();
+        check_mask(op, self, options.attn_mask, &scores)?;
         if let Some((out, way)) = Recomputed::forward(op, [&q, &k, &v], &options, autograd::is_tracked(&[self]))? {
             let out = packed.merge_heads(&out)?;
             return Ok(packed.recorded(op, out, self, options, way));
@@ -289,7 +291,7 @@ fn default_scale(width: usize) -> f64 {
 fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<Tensor> {
     let op = "scaled_dot_product_attention";
     cast_first!(lowered(op, &[q, k, v])?, |x| attend(&x[0], &x[1], &x[2], options));
-    check(op, q, k, v, options.attn_mask)?;
+    check(op, q, k, v, &options)?;
     if options.enable_gqa {
         return grouped(op, [q, k, v], options);
     }
@@ -315,8 +317,8 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<
     }))
 }
 
-/// The tensors of an attention.
-fn check(op: &'static str, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()> {
+/// Checks the tensors of an attention. Errors name the shapes that the caller gave.
+fn check(op: &'static str, q: &Tensor, k: &Tensor, v: &Tensor, options: &Attention<'_>) -> Result<()> {
     same_dtype(op, &[q, k, v])?;
     same_device(op, &[q, k, v])?;
     q.dtype.check_float(op)?;
@@ -332,13 +334,34 @@ fn check(op: &'static str, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Ten
     if keys != values {
         return mismatch(v, "there are as many values as keys");
     }
-    check_mask(op, q, mask)
+    // Dims before [heads, rows, columns] where heads are in groups, else before [rows, columns].
+    let batch = |t: &Tensor, last: usize| Shape::from(&t.shape().dims()[..t.rank().saturating_sub(last)]);
+    let of_keys = |last| batch(q, last).broadcast(op, &batch(k, last));
+    let last = if options.enable_gqa { 3 } else { 2 };
+    let head = |t: &Tensor| t.rank().checked_sub(3).map_or(1, |d| t.shape().dims()[d]);
+    let of_keys = match of_keys(last) {
+        Ok(shape) => shape,
+        Err(_) if last == 2 && head(k) > 0 && head(q).is_multiple_of(head(k)) && of_keys(3).is_ok() => {
+            return mismatch(k, "several heads of queries (dim -3) for one of keys need enable_gqa");
+        }
+        Err(_) => return mismatch(k, "the dims of queries and keys before [L, E] and [S, E] broadcast"),
+    };
+    if of_keys.broadcast(op, &batch(v, last)).is_err() {
+        return mismatch(v, "the dims of queries and values before [L, E] and [S, V] broadcast");
+    }
+    let heads = options.enable_gqa.then(|| head(q));
+    let rows = q.shape().dims()[q.rank() - 2];
+    let scores: Shape = of_keys.dims().iter().copied().chain(heads).chain([rows, *keys]).collect();
+    check_mask(op, q, options.attn_mask, &scores)
 }
 
-fn check_mask(op: &'static str, q: &Tensor, mask: Option<&Tensor>) -> Result<()> {
+/// Checks a mask of these scores, `[.., L, S]`, which are those of the tensor `given`.
+fn check_mask(op: &'static str, given: &Tensor, mask: Option<&Tensor>, scores: &Shape) -> Result<()> {
     let Some(mask) = mask else { return Ok(()) };
-    same_device(op, &[q, mask])?;
+    same_device(op, &[given, mask])?;
     unsupported!(op if !mask.dtype.is_float() && mask.dtype != DType::Bool, mask.dtype, "a mask of bool or floats");
+    mismatch!(op if scores.broadcast(op, mask.shape()).ok().as_ref() != Some(scores),
+        given, mask, "the mask broadcasts to the scores, [.., L, S]");
     Ok(())
 }
 
@@ -415,10 +438,6 @@ impl SavedOptions {
 fn attend_unblocked(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<(Tensor, Tensor)> {
     let scale = Scalar::Float(options.scale.unwrap_or(1.0));
     let scores = product(op, None, q, &k.transpose(-1, -2)?, scale)?;
-    if let Some(mask) = options.attn_mask {
-        mismatch!(op if scores.shape().broadcast(op, mask.shape())? != *scores.shape(),
-            &scores, mask, "the mask broadcasts to the scores, [.., L, S]");
-    }
     let mut weights = masked_softmax(op, &scores, options.attn_mask, options.is_causal.then_some(0))?;
     drop(scores);
     if options.dropout_p != 0.0 {
