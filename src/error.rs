@@ -46,7 +46,7 @@ pub enum Error {
     #[error("{device} is not available: {reason}")]
     NoDevice { device: Device, reason: String },
     /// The device, after giving back everything cached, cannot hold the allocation.
-    #[error("{device} is out of memory: tried to allocate {}; {detail}", requested_bytes(*requested))]
+    #[error("{device} is out of memory: tried to allocate {}; {detail}. {NEED_LESS}", requested_bytes(*requested))]
     OutOfMemory { device: Device, requested: usize, detail: String },
     /// An integer was divided by zero.
     #[error("{op}: integer division by zero: divide floats, or mask the zeros first")]
@@ -76,6 +76,11 @@ pub enum Error {
     #[error("{op}: {reason}")]
     Invalid { op: &'static str, reason: String },
 }
+
+/// Advice of every out-of-memory error: means to need less memory, and the tool that estimates the need.
+const NEED_LESS: &str = "Smaller batches, bf16 (autocast, Module::to_dtype) and autograd::checkpoint need less; `claystone \
+                         replay --min-capacity` tells how much a program needs of a snapshot with a history \
+                         (Device::record_memory_history)";
 
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -291,8 +296,13 @@ mod tests {
     #[test]
     fn debug_is_the_sentence() {
         let error = Error::OutOfMemory { device: Device::OpenCL(0), requested: 20_000_000, detail: "no more".into() };
-        let sentence = "opencl:0 is out of memory: tried to allocate 19.07 MiB (20000000 bytes); no more";
-        assert_eq!((format!("{error:?}"), error.to_string()), (sentence.to_owned(), sentence.to_owned()));
+        let sentence =
+            "opencl:0 is out of memory: tried to allocate 19.07 MiB (20000000 bytes); no more. Smaller batches";
+        let (debug, display) = (format!("{error:?}"), error.to_string());
+        assert!(debug == display && display.starts_with(sentence), "{display}");
+        for help in ["bf16", "autograd::checkpoint", "claystone replay --min-capacity", "record_memory_history"] {
+            assert!(display.contains(help), "{help}: {display}");
+        }
     }
 
     #[test]
