@@ -66,8 +66,8 @@ pub(crate) use exclusive_host::ExclusiveHost;
 pub use guard::GuardAllocator;
 pub use history::{
     Annotation, BlockInfo, BlockState, Caller, Context, ContextLevel, CsvAction, CsvEvent, CsvLog, Fragmentation,
-    Frame, FreeSpace, History, HistoryOptions, LiveBlock, LiveMemory, Recording, SegmentInfo, SegmentType, Setting,
-    Snapshot, Stage, TraceAction, TraceEntry, annotate, annotations, with_context,
+    Frame, FreeSpace, History, HistoryOptions, LiveBlock, LiveMemory, PeakMemory, Recording, SegmentInfo, SegmentType,
+    Setting, Snapshot, Stage, TraceAction, TraceEntry, annotate, annotations, with_context,
 };
 pub use hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
 pub(crate) use host_owner::HostElements;

@@ -10,8 +10,9 @@ use claystone::storage::Snapshot;
 #[command(
     long_about = "Summarises memory snapshots of PyTorch or claystone (.pickle, .pkl or .json): a line for each pool
 and stream, the largest segments, drawn with # for memory in use, + for partly, . for free, and the memory in use by
-where it was allocated (by source line, where no stacks were recorded), by the names given to with_context and by age, and the
-ten largest blocks, which shows what leaks.
+where it was allocated (by source line, where no stacks were recorded), by the names given to with_context and by age, the
+ten largest blocks, which shows what leaks, and the memory that was in use at the peak of the recorded history by where it
+was allocated.
 'claystone replay' replays the history that a snapshot has."
 )]
 pub struct Args {

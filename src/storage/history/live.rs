@@ -137,58 +137,68 @@ impl Snapshot {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn live_memory(&self) -> Vec<LiveMemory> {
-        let mut stacks: HashMap<&Arc<[Frame]>, (u64, u64)> = HashMap::new();
-        for block in self.segments.iter().flat_map(|s| &s.blocks).filter(|b| b.state != BlockState::Inactive) {
-            let (bytes, blocks) = stacks.entry(&block.frames).or_default();
-            (*bytes, *blocks) = (bytes.saturating_add(block.requested_size), *blocks + 1);
-        }
-        let mut stacks: Vec<_> = stacks.into_iter().collect();
-        stacks.sort_by_key(|(frames, (bytes, _))| (Reverse(*bytes), *frames));
-        let mut sites: Vec<LiveMemory> = Vec::new();
-        let mut known: HashMap<Option<&Frame>, usize> = HashMap::new();
-        for (frames, (bytes, blocks)) in stacks {
-            let at = *known.entry(frames.first()).or_insert(sites.len());
-            match sites.get_mut(at) {
-                Some(site) => {
-                    site.bytes = site.bytes.saturating_add(bytes);
-                    site.blocks += blocks;
-                }
-                None => sites.push(LiveMemory { frames: Arc::clone(frames), bytes, blocks }),
-            }
-        }
-        sites.sort_by_key(|site| Reverse(site.bytes));
-        sites
+        let blocks = self.segments.iter().flat_map(|s| &s.blocks).filter(|b| b.state != BlockState::Inactive);
+        sites(blocks.map(|block| (&block.frames, block.requested_size)))
     }
 
     /// Writes the table of [`live_memory`](Snapshot::live_memory), if something is known of it.
     pub(super) fn fmt_live_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let sites = self.live_memory();
-        if sites.iter().all(|site| site.frames.is_empty()) {
-            return Ok(());
-        }
-        // Without stacks there are lines alone.
-        let is_line = |frame: &Frame| frame.name.is_empty();
-        let by = match sites.iter().any(|site| site.frames.first().is_some_and(is_line)) {
-            true => "source line",
-            false => "where it was allocated",
-        };
-        writeln!(f, "in use, by {by}:\n{:>11} {:>8}", "bytes", "blocks")?;
-        for LiveMemory { frames, bytes, blocks } in sites.iter().take(SITES) {
-            let site = frames.first().map_or("unknown".into(), Frame::to_string);
-            writeln!(f, "{:>11} {blocks:>8}  {site}", size(*bytes))?;
-            let callers = frames.iter().skip(1).take(CALLERS).fold(String::new(), |mut text, frame| {
-                _ = write!(text, " < {frame}"); // writing to a string cannot fail
-                text
-            });
-            if !callers.is_empty() {
-                writeln!(f, "{:>20} {callers}", "")?;
-            }
-        }
-        if sites.len() > SITES {
-            writeln!(f, "and {} call sites with less", sites.len() - SITES)?;
-        }
-        Ok(())
+        fmt_sites(f, "", &self.live_memory())
     }
+}
+
+/// Blocks, each with the stack that allocated it and its bytes, grouped by the innermost frame, the most bytes first.
+pub(super) fn sites<'a>(blocks: impl Iterator<Item = (&'a Arc<[Frame]>, u64)>) -> Vec<LiveMemory> {
+    let mut stacks: HashMap<&Arc<[Frame]>, (u64, u64)> = HashMap::new();
+    for (frames, size) in blocks {
+        let (bytes, blocks) = stacks.entry(frames).or_default();
+        (*bytes, *blocks) = (bytes.saturating_add(size), *blocks + 1);
+    }
+    let mut stacks: Vec<_> = stacks.into_iter().collect();
+    stacks.sort_by_key(|(frames, (bytes, _))| (Reverse(*bytes), *frames));
+    let mut sites: Vec<LiveMemory> = Vec::new();
+    let mut known: HashMap<Option<&Frame>, usize> = HashMap::new();
+    for (frames, (bytes, blocks)) in stacks {
+        let at = *known.entry(frames.first()).or_insert(sites.len());
+        match sites.get_mut(at) {
+            Some(site) => {
+                site.bytes = site.bytes.saturating_add(bytes);
+                site.blocks += blocks;
+            }
+            None => sites.push(LiveMemory { frames: Arc::clone(frames), bytes, blocks }),
+        }
+    }
+    sites.sort_by_key(|site| Reverse(site.bytes));
+    sites
+}
+
+/// Writes a table of call sites, if something is known of any, with `head` in front of its heading.
+pub(super) fn fmt_sites(f: &mut fmt::Formatter<'_>, head: &str, sites: &[LiveMemory]) -> fmt::Result {
+    if sites.iter().all(|site| site.frames.is_empty()) {
+        return Ok(());
+    }
+    // Without stacks there are lines alone.
+    let is_line = |frame: &Frame| frame.name.is_empty();
+    let by = match sites.iter().any(|site| site.frames.first().is_some_and(is_line)) {
+        true => "source line",
+        false => "where it was allocated",
+    };
+    writeln!(f, "{head}in use, by {by}:\n{:>11} {:>8}", "bytes", "blocks")?;
+    for LiveMemory { frames, bytes, blocks } in sites.iter().take(SITES) {
+        let site = frames.first().map_or("unknown".into(), Frame::to_string);
+        writeln!(f, "{:>11} {blocks:>8}  {site}", size(*bytes))?;
+        let callers = frames.iter().skip(1).take(CALLERS).fold(String::new(), |mut text, frame| {
+            _ = write!(text, " < {frame}"); // writing to a string cannot fail
+            text
+        });
+        if !callers.is_empty() {
+            writeln!(f, "{:>20} {callers}", "")?;
+        }
+    }
+    if sites.len() > SITES {
+        writeln!(f, "and {} call sites with less", sites.len() - SITES)?;
+    }
+    Ok(())
 }
 
 /// A table of the bytes and blocks of groups, which `key` gives a rank and a name: in the order of ranks, the most bytes first.

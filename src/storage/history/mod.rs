@@ -16,6 +16,7 @@ mod context;
 mod csv;
 mod frames;
 mod live;
+mod peak;
 mod pickle;
 mod pickler;
 mod setting;
@@ -36,6 +37,7 @@ use context::Frames;
 pub use context::{Context, annotate, annotations, with_context};
 pub use csv::{CsvAction, CsvEvent, CsvLog};
 pub use live::{LiveBlock, LiveMemory};
+pub use peak::PeakMemory;
 pub use setting::Setting;
 pub(super) use snapshot::device_number;
 pub use snapshot::{

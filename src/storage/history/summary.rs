@@ -118,6 +118,7 @@ impl fmt::Display for Snapshot {
         }
         self.fmt_live_memory(f)?;
         self.fmt_live_blocks(f)?;
+        self.fmt_peak_memory(f)?;
         for (device, trace) in self.device_traces.iter().enumerate().filter(|(_, t)| !t.is_empty()) {
             writeln!(f, "{} events recorded on device {device}", trace.len())?;
         }

@@ -78,6 +78,31 @@ the largest blocks in use:
       512 B  unknown  unknown
 ";
     assert!(printed.contains(expected), "{printed}");
+    // A block freed in the history alone was there before; at the peak it and what followed were.
+    let mut earlier = snapshot.clone();
+    let entries = |text: &[String]| serde_json::from_str::<Vec<TraceEntry>>(&format!("[{}]", text.join(", "))).unwrap();
+    let at = |line| -> Arc<[Frame]> { [Frame { filename: "peak.rs".into(), line, name: String::new() }].into() };
+    let mut trace = entries(&[
+        entry("free_completed", 9 * MIB, 700, 1_000_000, ""),
+        entry("alloc", 8 * MIB, 5 * MIB, 2_000_000, ""),
+        entry("alloc", 16 * MIB, 1000, 3_000_000, ""),
+        entry("free_completed", 8 * MIB, 5 * MIB, 3_500_000, ""),
+        entry("alloc", 24 * MIB, 4 * MIB, 4_000_000, ""),
+        entry("free_completed", 40 * MIB, 300, 4_500_000, ""),
+        entry("free_completed", 24 * MIB, 4 * MIB, 4_500_000, ""),
+    ]);
+    [1, 2, 4].into_iter().for_each(|i| trace[i].frames = at(i as u32));
+    earlier.device_traces[0] = trace;
+    let [peak] = &earlier.peak_memory()[..] else { panic!("one device has a history") };
+    let live = 4 * MIB + 2048 + 512; // in use at the end, and before
+    assert_eq!((peak.device, peak.bytes, peak.ago), (0, live + 5 * MIB + 1000 + 300, Duration::from_millis(1500)));
+    let of = |line: u32| peak.sites.iter().find(|s| s.frames.first().is_some_and(|f| f.line == line)).map(|s| s.bytes);
+    assert_eq!((of(1), of(2), of(4), of(7), of(9)), (Some(5 * MIB), Some(1000), None, Some(3 * MIB + 2048), Some(MIB)));
+    assert_eq!(peak.sites.iter().find(|s| s.frames.is_empty()).map(|s| (s.bytes, s.blocks)), Some((812, 2)));
+    let printed = earlier.to_string();
+    let head = "at the peak of device 0's history, 1.5 s before its end, 9.00 MiB in use, by source line:\n";
+    let (_, table) = printed.split_once(head).unwrap_or_else(|| panic!("{printed}"));
+    assert!(table.lines().nth(1).is_some_and(|line| line.ends_with("5.00 MiB        1  peak.rs:1")), "{table}");
     // Of a snapshot without a history there is nothing to say.
     let bare = Snapshot { device_traces: vec![vec![]], ..snapshot };
     assert!(!bare.to_string().contains("by age") && !bare.to_string().contains("by context"), "{bare}");
