@@ -56,7 +56,8 @@ pub struct DeviceInfo {
     pub compute_units: usize,
     /// Memory in bytes; 0 where it could not be found out.
     pub memory: u64,
-    /// The largest single buffer, in bytes, that the driver promises.
+    /// The largest single buffer, in bytes, that the driver promises (`CL_DEVICE_MAX_MEM_ALLOC_SIZE`). It is asked for larger
+    /// ones all the same: NVIDIA's promises a quarter of the memory and grants all of it.
     pub largest_buffer: u64,
     /// Alignment of the start of a buffer, in bytes.
     pub base_alignment: usize,
@@ -94,9 +95,7 @@ pub(super) fn cpu() -> &'static DeviceInfo {
     static INFO: OnceLock<DeviceInfo> = OnceLock::new();
     INFO.get_or_init(|| {
         let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-        let (cpuinfo, meminfo) = (read("/proc/cpuinfo"), read("/proc/meminfo"));
-        let memory = field(&meminfo, "MemTotal").and_then(|kib| kib.split(' ').next()?.parse::<u64>().ok());
-        let memory = memory.unwrap_or(0) * 1024;
+        let (cpuinfo, memory) = (read("/proc/cpuinfo"), super::system::total_memory().unwrap_or(0));
         DeviceInfo {
             name: field(&cpuinfo, "model name").unwrap_or(std::env::consts::ARCH).to_owned(),
             vendor: field(&cpuinfo, "vendor_id").unwrap_or("unknown").to_owned(),

@@ -12,7 +12,8 @@
 //!
 //! What is compiled for a device, and what `claystone tune` measures on it, is kept in files for later processes: in the
 //! folder `CLAYSTONE_CACHE_DIR`, else in `$XDG_CACHE_HOME/claystone` (where that is an absolute path), else in
-//! `~/.cache/claystone`. `CLAYSTONE_CACHE_DIR=off` keeps none. Kernels may take `CLAYSTONE_CACHE_MAXSIZE` bytes, 256 MiB
+//! `~/.cache/claystone`, `~/Library/Caches/claystone` (macOS) or `%LOCALAPPDATA%\claystone` (Windows).
+//! `CLAYSTONE_CACHE_DIR=off` keeps none. Kernels may take `CLAYSTONE_CACHE_MAXSIZE` bytes, 256 MiB
 //! unless set; beyond that those go that were not used for longest. `claystone cache` prints where they are and how large,
 //! `claystone cache --clear` removes them; so may anybody, at any time. PoCL keeps the crate's own kernels itself, in
 //! `POCL_CACHE_DIR`.
@@ -39,6 +40,7 @@ mod name;
 pub(crate) mod opencl;
 pub(crate) mod profiler;
 pub(crate) mod stream;
+pub(crate) mod system;
 
 use crate::error::Excerpt;
 use crate::{Error, Result};

@@ -1,6 +1,6 @@
 //! What one process compiles or finds out about a device, in files for the next.
 //!
-//! They lie in `CLAYSTONE_CACHE_DIR`, else in `$XDG_CACHE_HOME/claystone`, else in `~/.cache/claystone`;
+//! They are in `CLAYSTONE_CACHE_DIR`, else in `$XDG_CACHE_HOME/claystone`, else in `claystone` in the system's folder for caches;
 //! `CLAYSTONE_CACHE_DIR=off` keeps none. A file is named by a hash of all that its contents depend on, and sealed with its
 //! name. Where they would exceed `CLAYSTONE_CACHE_MAXSIZE` bytes those go that were not used for longest.
 //!
@@ -20,6 +20,7 @@ use std::time::{Duration, SystemTime};
 use sha2::{Digest, Sha256};
 
 use crate::device::log;
+use crate::device::system::{OS, cache_folder};
 use crate::{Error, Result};
 
 /// The hash of what a file's contents depend on.
@@ -91,13 +92,10 @@ impl Cache {
     }
 
     fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Option<Cache> {
-        // The XDG specification has relative paths ignored: they would be another folder in each working directory.
-        let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        let default = || absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
         let folder = match variable("CLAYSTONE_CACHE_DIR") {
             Some(folder) if folder == "off" => return None,
             Some(folder) => PathBuf::from(folder),
-            None => default()?.join("claystone"),
+            None => cache_folder(OS, &variable)?.join("claystone"),
         };
         let asked = variable("CLAYSTONE_CACHE_MAXSIZE");
         let max_size = asked.as_deref().map_or(Some(MAX_SIZE), |text| text.to_str()?.trim().parse().ok());

@@ -24,6 +24,7 @@ use super::exit;
 use super::functions;
 use super::retry::retry;
 use crate::device::lock;
+use crate::device::system::{OS, driver_registry, install_hint, opencl_libraries};
 use crate::device::{Device, DeviceInfo, DeviceKind, log};
 use crate::{Error, Result};
 
@@ -31,10 +32,6 @@ use crate::{Error, Result};
 /// take groups of any size and no local memory.
 const LEAST_GROUP: u64 = 32;
 const LEAST_LOCAL: u64 = 16 << 10;
-
-/// What to install where nothing is found.
-const INSTALL: &str = "install your GPU vendor's driver, or for the processor PoCL: \
-                       `apt-get install pocl-opencl-icd ocl-icd-libopencl1`";
 
 /// What a driver says a device is.
 pub(super) struct Found {
@@ -244,7 +241,10 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
     }
     if devices.is_empty() {
         let count = platforms.len();
-        return none(format!("{count} OpenCL platform(s), but none has a usable device{skipped}: {INSTALL}"));
+        return none(format!(
+            "{count} OpenCL platform(s), but none has a usable device{skipped}: {}",
+            install_hint(OS)
+        ));
     }
     let names = sort(&mut devices);
     let (order, unmatched) = choice.select(&names);
@@ -266,14 +266,13 @@ fn sort(devices: &mut [Entry]) -> Vec<((usize, usize), String)> {
 
 fn no_library(cause: &str, dylib_path: Option<&str>) -> String {
     let place = dylib_path.map_or(String::new(), |p| format!(", and OPENCL_DYLIB_PATH={p}"));
-    format!("no OpenCL runtime was found: looked for the ICD loader libOpenCL.so.1{place} ({cause}); {INSTALL}")
+    let names = opencl_libraries(OS).join(", ");
+    format!("no OpenCL runtime was found: looked for {names}{place} ({cause}); {}", install_hint(OS))
 }
 
 fn no_driver(cause: &str) -> String {
-    format!(
-        "the ICD loader libOpenCL.so.1 is there, but knows no driver ({cause}): looked in /etc/OpenCL/vendors \
-         (OCL_ICD_VENDORS overrides); {INSTALL}"
-    )
+    let (name, place, install) = (opencl_libraries(OS)[0], driver_registry(OS), install_hint(OS));
+    format!("the OpenCL library {name} is there, but knows no driver ({cause}): {place}; {install}")
 }
 
 fn rank(kind: DeviceKind) -> u8 {

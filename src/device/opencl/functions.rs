@@ -10,13 +10,7 @@ use std::sync::OnceLock;
 use dlopen2::raw::Library;
 use opencl_sys::cl_function_types::*;
 
-const LIBRARY: &str = if cfg!(target_os = "windows") {
-    "OpenCL.dll"
-} else if cfg!(target_os = "macos") {
-    "/System/Library/Frameworks/OpenCL.framework/OpenCL"
-} else {
-    "libOpenCL.so.1"
-};
+use crate::device::system::{OS, opencl_libraries};
 
 macro_rules! functions {
     ($($name:ident: $of:ident,)*) => {
@@ -96,12 +90,19 @@ impl Functions {
 }
 
 /// The library, which the first call of this loads: the first of the paths in `OPENCL_DYLIB_PATH` (separated by semicolons) that
-/// loads, else the system's.
+/// loads, else the first of the [system's](opencl_libraries). The error is that of the system's first.
 pub(super) fn load() -> &'static Result<Functions, dlopen2::Error> {
     static LOADED: OnceLock<Result<Functions, dlopen2::Error>> = OnceLock::new();
     LOADED.get_or_init(|| {
         let paths = env::var("OPENCL_DYLIB_PATH").unwrap_or_default();
-        let chosen = paths.split(';').filter(|path| !path.is_empty()).find_map(|path| Functions::load(path).ok());
-        chosen.map_or_else(|| Functions::load(LIBRARY), Ok)
+        let chosen = paths.split(';').filter(|path| !path.is_empty());
+        let [first, others @ ..] = opencl_libraries(OS) else { unreachable!("every system has a name for it") };
+        // Mali's library for OpenGL has OpenCL's functions on some devices.
+        let has_opencl = |path| Functions::load(path).ok().filter(|functions| functions.clGetPlatformIDs.is_some());
+        chosen
+            .filter_map(has_opencl)
+            .next()
+            .map_or_else(|| Functions::load(first), Ok)
+            .or_else(|error| others.iter().copied().find_map(has_opencl).ok_or(error))
     })
 }

@@ -242,17 +242,15 @@ fn bytes_at((memory, offset): At<'_>, bytes: usize) -> Result<NonNull<u8>> {
 }
 
 /// Bytes of physical memory, or of the control group's limit where that is less.
-#[cfg(all(target_os = "linux", not(miri)))]
+#[cfg(not(miri))]
 fn physical_memory() -> Option<u64> {
     let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    let total = line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)?;
+    let total = crate::device::system::total_memory()?;
     let limit = number("/sys/fs/cgroup/memory.max").or_else(|| number("/sys/fs/cgroup/memory/memory.limit_in_bytes"));
     Some(limit.map_or(total, |limit| limit.min(total)))
 }
 
-#[cfg(not(all(target_os = "linux", not(miri))))]
+#[cfg(miri)]
 fn physical_memory() -> Option<u64> {
     None
 }
