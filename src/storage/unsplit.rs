@@ -246,11 +246,11 @@ pub(super) fn segment_size(driver: &dyn Driver, bytes: usize) -> Result<usize> {
         .ok_or_else(|| too_large(driver, bytes, driver.largest_segment() as u64))
 }
 
-/// The error for more than the device could ever hold in one piece, of which it and the allocator make at most `longest` bytes.
-pub(super) fn too_large(driver: &dyn Driver, requested: usize, longest: u64) -> Error {
+/// The error for a buffer that the device cannot hold or its driver does not make: it promises buffers of `promised` bytes.
+pub(super) fn too_large(driver: &dyn Driver, requested: usize, promised: u64) -> Error {
     let mut detail = format!("the device has {:#}", Size(driver.capacity()));
-    if longest < driver.capacity() {
-        detail += &format!(", and a buffer of it at most {:#}", Size(longest));
+    if promised < driver.capacity() {
+        detail += &format!(", and promises buffers of at most {:#}", Size(promised));
     }
     Error::OutOfMemory { device: driver.device(), requested, detail }
 }

@@ -15,6 +15,7 @@ mod hints;
 mod host_memory;
 mod indices;
 mod inject;
+mod large_buffers;
 mod library;
 mod limits;
 mod non_blocking;

@@ -267,7 +267,9 @@ impl Faults {
 
     /// Handles of buffers, less those released.
     pub fn live_buffers(&self) -> i64 {
-        self.live("clCreateBuffer", "clReleaseMemObject") + self.succeeded("clRetainMemObject")
+        self.live("clCreateBuffer", "clReleaseMemObject")
+            + self.succeeded("clCreateBufferWithProperties")
+            + self.succeeded("clRetainMemObject")
     }
 
     /// Command buffers and recordings, less those released.

@@ -6,6 +6,9 @@
  * none), and STAND_IN_DISCRETE=1 has every device say that it is a discrete GPU. STAND_IN_WORK_GROUP and STAND_IN_LOCAL_MEMORY
  * are the most that devices have, STAND_IN_KERNEL_GROUP the largest group that they say any kernel can have.
  * STAND_IN_HINTS=1 has devices say that queues take hints of priority and throttle, which are counted and go no further.
+ * STAND_IN_LARGEST is the largest buffer that devices promise, in bytes, and STAND_IN_LARGE the driver that is asked for a larger
+ * one: `granted`, as NVIDIA's; `refused`, as PoCL's; `intel`, with a flag; or `qualcomm`, with a property. The last two are
+ * counted and go no further, as is Intel's option for programs.
  * STAND_IN_GRAPHS is what drivers keep recorded commands in: nothing unless it says `buffers`, the real one's command buffers;
  * `sequential`, the same, which devices say they run one at a time; or `recordings`, those of a device of Qualcomm's, played here. */
 #define _GNU_SOURCE
@@ -62,7 +65,7 @@ __attribute__((constructor(101))) static void load(void) {
     if (!library || slots == MAP_FAILED || (control && file < 0))
         fprintf(stderr, "stand-in: no real library or no control file: %s\n", dlerror()), abort();
     any = add_slot("any"), events = add_slot("event"), lenient = add_slot("lenient wait");
-    for (const char **hint = (const char *[]){"priority 1", "priority 4", "throttle 1", "throttle 4", NULL}; *hint; hint++) add_slot(*hint);
+    for (const char **hint = (const char *[]){"priority 1", "priority 4", "throttle 1", "throttle 4", "unrestricted size", "large buffer", "wide offsets", NULL}; *hint; hint++) add_slot(*hint);
 }
 
 static uint64_t count(uint64_t *counter) { return __atomic_add_fetch(counter, 1, __ATOMIC_SEQ_CST); }
@@ -141,11 +144,20 @@ static int keeps(const char *what) {
     return kept && !strcmp(kept, what);
 }
 
+/* Whether this driver is asked for buffers that are larger than promised. */
+static int driver_is(const char *name) {
+    const char *driver = getenv("STAND_IN_LARGE");
+    return driver && !strcmp(driver, name);
+}
+
 /* Has the device say that it is a discrete GPU, and that it has no more than it is told to have. */
 static void disguise(unsigned what, void *value) {
     if (!value) return;
     if (what == 0x1004 /* CL_DEVICE_MAX_WORK_GROUP_SIZE */) limit(value, "STAND_IN_WORK_GROUP");
     if (what == 0x1023 /* CL_DEVICE_LOCAL_MEM_SIZE */) limit(value, "STAND_IN_LOCAL_MEMORY");
+    if (what == 0x1010 /* CL_DEVICE_MAX_MEM_ALLOC_SIZE */) limit(value, "STAND_IN_LARGEST");
+    if (what == 0x102C /* CL_DEVICE_VENDOR */ && driver_is("intel") && strlen(value) >= 5) strcpy(value, "Intel");
+    if (what == 0x1030 /* CL_DEVICE_EXTENSIONS */ && driver_is("qualcomm")) memcpy(value, "cl_qcom_large_buffer ", 21);
     const char *hints = getenv("STAND_IN_HINTS"), *more = "cl_khr_priority_hints cl_khr_throttle_hints ";
     if (what == 0x1030 /* CL_DEVICE_EXTENSIONS */ && hints && !strcmp(hints, "1") && strlen(value) > strlen(more))
         memcpy(value, more, strlen(more)); /* in the place of the first others, whose number does not change */
@@ -284,12 +296,43 @@ static void forget(void *queue) {
 STATUS(clReleaseCommandQueue, (void *queue), (queue), forget(queue))
 INFO(clGetCommandQueueInfo, queue)
 CREATE(clCreateBuffer, (void *context, uint64_t flags, size_t bytes, void *host, int *status), (context, flags, bytes, host, status), )
+CREATE(clCreateBufferWithProperties, (void *context, const uint64_t *list, uint64_t flags, size_t bytes, void *host, int *status), (context, list, flags, bytes, host, status), )
+
+/* Grants or refuses what is larger than promised, as the driver does that it stands in for. */
+static void *create_buffer(void *context, uint64_t flags, size_t bytes, void *host, int *status) {
+    const uint64_t unrestricted = 1 << 23;
+    size_t largest = SIZE_MAX;
+    limit(&largest, "STAND_IN_LARGEST");
+    if (flags & unrestricted) {
+        if (!driver_is("intel")) return *status = -30, NULL; /* CL_INVALID_VALUE */
+        count(&add_slot("unrestricted size")->calls), flags &= ~unrestricted;
+    } else if (bytes > largest && !driver_is("granted"))
+        return *status = -61, NULL; /* CL_INVALID_BUFFER_SIZE */
+    return REAL(void *, clCreateBuffer, (void *, uint64_t, size_t, void *, int *))(context, flags, bytes, host, status);
+}
+
+static void *create_large(void *context, const uint64_t *list, uint64_t flags, size_t bytes, void *host, int *status) {
+    if (!driver_is("qualcomm") || list[0] != 0x41A6 || list[1] != 1 || list[2]) return *status = -64, NULL; /* CL_INVALID_PROPERTY */
+    count(&add_slot("large buffer")->calls);
+    return REAL(void *, clCreateBuffer, (void *, uint64_t, size_t, void *, int *))(context, flags, bytes, host, status);
+}
+__attribute__((constructor(103))) static void make_large(void) { real_clCreateBuffer = create_buffer, real_clCreateBufferWithProperties = create_large; }
 RELEASE(clRetainMemObject)
 RELEASE(clReleaseMemObject)
 INFO(clGetMemObjectInfo, object)
 CREATE(clCreateProgramWithSource, (void *context, unsigned n, const char **lines, const size_t *lengths, int *status), (context, n, lines, lengths, status), )
 CREATE(clCreateProgramWithBinary, (void *context, unsigned n, void *const *devices, const size_t *lengths, const unsigned char **binaries, int *each, int *status), (context, n, devices, lengths, binaries, each, status), )
 STATUS(clBuildProgram, (void *program, unsigned n, void *const *devices, const char *options, callback notify, void *user), (program, n, devices, options, notify, user), )
+/* Counts Intel's option, which others do not know, and leaves it out. */
+static int build_program(void *program, unsigned n, void *const *devices, const char *options, callback notify, void *user) {
+    const char *wide = "-cl-intel-greater-than-4GB-buffer-required";
+    char kept[4096];
+    snprintf(kept, sizeof kept, "%s", options ? options : "");
+    char *at = strstr(kept, wide);
+    if (at) memset(at, ' ', strlen(wide)), count(&add_slot("wide offsets")->calls);
+    return REAL(int, clBuildProgram, (void *, unsigned, void *const *, const char *, callback, void *))(program, n, devices, kept, notify, user);
+}
+__attribute__((constructor(103))) static void make_build(void) { real_clBuildProgram = build_program; }
 RELEASE(clReleaseProgram)
 INFO(clGetProgramInfo, program)
 STATUS(clGetProgramBuildInfo, (void *program, void *device, unsigned what, size_t size, void *value, size_t *needed), (program, device, what, size, value, needed), )

@@ -39,14 +39,14 @@ pub(crate) fn kernel(
     entry: &str,
     source: impl FnOnce() -> String,
 ) -> Result<Arc<ClKernel>> {
-    type Cache = RwLock<KeyMap<(Device, KernelKey), Arc<ClKernel>>>;
+    type Cache = RwLock<KeyMap<(Device, bool, KernelKey), Arc<ClKernel>>>;
     static CACHE: LazyLock<Cache> = LazyLock::new(Cache::default);
-    let key = (device.device(), key);
+    let key = (device.device(), device.has_wide_offsets(), key);
     if let Some(kernel) = CACHE.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
         return Ok(kernel.clone());
     }
     // Built without the lock, because a build takes up to a second. If two threads build the same kernel, one of the results is kept.
-    let built = device.build(key.1.template, &with_prelude(&source()), entry)?;
+    let built = device.build(key.2.template, &with_prelude(&source()), entry)?;
     let mut cache = CACHE.write().unwrap_or_else(PoisonError::into_inner);
     Ok(cache.entry(key).or_insert_with(|| Arc::new(built)).clone())
 }

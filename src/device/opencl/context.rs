@@ -50,8 +50,10 @@ pub(crate) struct ClDevice {
     pub(super) image_limits: OnceLock<Option<[usize; 2]>>,
     /// See [`arrivals`](Self::arrivals).
     arrivals: OnceLock<ClBuffer>,
-    /// `fill` and `copy` of `kernels/memory.cl`, where they are used.
-    pub(super) memory_kernels: [Probed<Option<ClKernel>>; 2],
+    /// `fill` and `copy` of `kernels/memory.cl`, where they are used; then both with [wide offsets](Self::has_wide_offsets).
+    pub(super) memory_kernels: [Probed<Option<ClKernel>>; 4],
+    /// Whether a buffer was made that needs 64-bit offsets; see [`has_wide_offsets`](Self::has_wide_offsets).
+    pub(super) wide_offsets: AtomicBool,
     lost: OnceLock<String>,
 }
 
@@ -150,6 +152,7 @@ impl ClDevice {
             image_limits: OnceLock::new(),
             arrivals: OnceLock::new(),
             memory_kernels: Default::default(),
+            wide_offsets: AtomicBool::new(false),
             lost: OnceLock::new(),
         })
     }
@@ -166,13 +169,6 @@ impl ClDevice {
 
     pub(super) fn id(&self) -> cl_device_id {
         self.found.id
-    }
-
-    /// A buffer of `bytes` (not zero). The driver may give it memory only when it is first used: see
-    /// [`commit`](Self::commit).
-    pub(crate) fn create_buffer(&self, bytes: usize) -> Result<ClBuffer, ClError> {
-        self.alive("clCreateBuffer")?;
-        create_buffer(self.context, bytes).map_err(|e| self.settle(e))
     }
 
     /// Makes the driver give the buffer its memory now, so that running out shows here. What it contains afterwards is

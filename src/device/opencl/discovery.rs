@@ -6,6 +6,8 @@
 //! CPUs; of a kind the one with more compute units first, equals in the drivers' order. `CLAYSTONE_DEVICES` chooses and
 //! orders them itself. `CLAYSTONE_KERNELS=gpu` (or `gpu+fence`) has processors run those of GPUs, for tests.
 
+mod choice;
+mod large_buffers;
 #[cfg(test)]
 mod tests;
 
@@ -27,6 +29,8 @@ use crate::device::lock;
 use crate::device::system::{OS, driver_registry, install_hint, opencl_libraries};
 use crate::device::{Device, DeviceInfo, DeviceKind, log};
 use crate::{Error, Result};
+use choice::Choice;
+pub(super) use large_buffers::LargeBuffers;
 
 /// The least that kernels need, in work-items of a group and bytes of local memory. Processors have kernels of their own, which
 /// take groups of any size and no local memory.
@@ -43,6 +47,7 @@ pub(super) struct Found {
     pub opencl_c: (u32, u32),
     /// Whether it tells what version of NVIDIA's instructions it has, as whatever takes PTX does.
     pub tells_capability: bool,
+    pub large_buffers: LargeBuffers,
     pub info: DeviceInfo,
     /// The last thing the driver said through the callback of the device's context.
     pub driver_text: DriverText,
@@ -284,59 +289,6 @@ fn rank(kind: DeviceKind) -> u8 {
     }
 }
 
-/// What `CLAYSTONE_DEVICES` says: entries that are `platform:index` or part of a name, in any case. None is all devices, as
-/// they are.
-struct Choice<'a> {
-    text: &'a str,
-    entries: Vec<&'a str>,
-}
-
-/// A device by its platform and its index there.
-fn place_of(entry: &str) -> Option<(usize, usize)> {
-    let (p, d) = entry.split_once(':')?;
-    Some((p.parse().ok()?, d.parse().ok()?))
-}
-
-impl Choice<'_> {
-    fn parse(text: &str) -> Choice<'_> {
-        Choice { text, entries: text.split(',').map(str::trim).filter(|e| !e.is_empty()).collect() }
-    }
-
-    fn has_names(&self) -> bool {
-        self.entries.iter().any(|entry| place_of(entry).is_none())
-    }
-
-    /// Whether devices' numbers depend on this device, or on any of the platform: on all, unless only places are named.
-    fn asks_of(&self, platform: usize, index: Option<usize>) -> bool {
-        let is_named = |(p, d)| p == platform && index.is_none_or(|index| index == d);
-        self.entries.is_empty() || self.entries.iter().any(|entry| place_of(entry).is_none_or(is_named))
-    }
-
-    /// Indices into `names` in the order that is asked for, each once, and the entries that match nothing.
-    fn select(&self, names: &[((usize, usize), String)]) -> (Vec<usize>, Vec<String>) {
-        if self.entries.is_empty() {
-            return ((0..names.len()).collect(), Vec::new());
-        }
-        let (mut order, mut unmatched) = (Vec::new(), Vec::new());
-        for entry in &self.entries {
-            let (place, part) = (place_of(entry), entry.to_lowercase());
-            let mut hit = false;
-            for (i, (at, name)) in names.iter().enumerate() {
-                if place.map_or_else(|| name.to_lowercase().contains(&part), |p| p == *at) {
-                    hit = true;
-                    if !order.contains(&i) {
-                        order.push(i);
-                    }
-                }
-            }
-            if !hit {
-                unmatched.push((*entry).to_owned());
-            }
-        }
-        (order, unmatched)
-    }
-}
-
 /// The platforms, or why there are none; an error where the loader fails to tell.
 fn drivers(choice: &str) -> Result<Result<Vec<cl_platform_id>, String>, ClError> {
     if choice.trim().eq_ignore_ascii_case("none") {
@@ -470,6 +422,7 @@ fn describe(entry: &Entry) -> Result<Found, ClError> {
         platform_version: platform_text(opencl3::platform::platform::CL_PLATFORM_VERSION)?,
         opencl_c,
         tells_capability: has("cl_nv_device_attribute_query"),
+        large_buffers: LargeBuffers::of(&info, &extensions),
         info,
         driver_text: DriverText::default(),
     })

@@ -35,6 +35,7 @@ macro_rules! functions {
 functions! {
     clBuildProgram: clBuildProgram_t,
     clCreateBuffer: clCreateBuffer_t,
+    clCreateBufferWithProperties: clCreateBufferWithProperties_t,
     clCreateCommandQueue: clCreateCommandQueue_t,
     clCreateCommandQueueWithProperties: clCreateCommandQueueWithProperties_t,
     clCreateContext: clCreateContext_t,

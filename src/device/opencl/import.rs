@@ -9,10 +9,10 @@ use opencl3::memory::{
     CL_MEM_SIZE, CL_MEM_TYPE, CL_MEM_USE_HOST_PTR, CL_MEM_WRITE_ONLY,
 };
 
+use super::ClDevice;
 use super::driver::{ClBuffer, call, create, value};
 use super::errors::ClError;
 use super::fault::Readings;
-use super::{ClDevice, exit};
 use crate::device::StreamId;
 use crate::{Error, Result};
 
@@ -67,6 +67,7 @@ impl ClDevice {
         }
         let bytes = value!(clGetMemObjectInfo(mem, CL_MEM_SIZE) as usize).map_err(told)?;
         call!(clRetainMemObject(mem)).map_err(told)?;
+        self.note_buffer(bytes, false);
         Ok(ClBuffer::new(mem, bytes))
     }
 }
@@ -119,10 +120,7 @@ impl ClDevice {
     /// # Safety
     /// The bytes are there, and nobody else uses them, until the buffer is released and every command that uses it is over.
     pub(crate) unsafe fn buffer_over(&self, start: NonNull<u8>, bytes: usize) -> Result<ClBuffer, ClError> {
-        self.alive("clCreateBuffer")?;
-        let (flags, at) = (CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, start.as_ptr().cast());
-        let mem = exit::call(|| create!(clCreateBuffer(self.context, flags, bytes, at)))?;
-        Ok(ClBuffer::new(mem, bytes))
+        self.new_buffer(CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, bytes, start.as_ptr().cast())
     }
 
     /// Maps all of a buffer, of which nobody else has a handle, for reading and writing. Waits for the device.

@@ -28,6 +28,7 @@ mod functions;
 mod hints;
 mod host_memory;
 mod import;
+mod large_buffer;
 mod launch;
 #[cfg(test)]
 #[path = "../../../tests/readers/mutate.rs"]

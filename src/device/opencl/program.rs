@@ -201,7 +201,7 @@ impl ClDevice {
         if self.stands_in_with_fence() {
             options += "-DBUILTIN_FENCE ";
         }
-        options
+        options + self.offsets_option()
     }
 
     fn key(&self, source: &str, options: &str) -> Key {

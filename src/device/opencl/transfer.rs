@@ -287,7 +287,7 @@ impl ClDevice {
             Err(Error::Build { .. }) => Some(None),
             Err(_) => None,
         };
-        self.memory_kernels[which].get(build)?.as_ref()
+        self.memory_kernels[which + 2 * usize::from(self.has_wide_offsets())].get(build)?.as_ref()
     }
 
     /// A copy by kernel between ranges that do not overlap, on the current stream; false where there is none for it.

@@ -24,6 +24,11 @@ pub(crate) fn times_tuned() -> u64 {
     TIMES_TUNED.load(Acquire)
 }
 
+/// Has launches choose their kernels anew, on every device.
+pub(super) fn kernels_changed() {
+    TIMES_TUNED.fetch_add(1, Release);
+}
+
 /// A value for every row of the table.
 pub(super) struct Tuning {
     values: [AtomicUsize; PARAMETERS.len()],
@@ -40,7 +45,7 @@ impl Tuning {
     /// Has everybody ask again.
     pub(super) fn changed(&self) {
         self.choices.note_use();
-        TIMES_TUNED.fetch_add(1, Release);
+        kernels_changed();
     }
 }
 

@@ -44,7 +44,8 @@ pub struct Kernel {
     built: Mutex<Built>,
 }
 
-type Built = HashMap<(Device, Vec<Kind>), Arc<ClKernel>>;
+/// By device, whether with [wide offsets](ClDevice::has_wide_offsets), and arguments.
+type Built = HashMap<(Device, bool, Vec<Kind>), Arc<ClKernel>>;
 
 /// The user's own kernel: what it takes.
 struct Entry {
@@ -107,12 +108,12 @@ impl Kernel {
 
     /// The kernel that is launched: it adds to each pointer where its tensor begins in the buffer, and calls the user's.
     fn built(&self, device: &'static ClDevice, entry: &Entry, kinds: Vec<Kind>) -> Result<Arc<ClKernel>> {
-        let key = (device.device(), kinds);
+        let key = (device.device(), device.has_wide_offsets(), kinds);
         if let Some(kernel) = lock(&self.built).get(&key) {
             return Ok(kernel.clone());
         }
         let (mut parameters, mut arguments) = (Vec::new(), Vec::new());
-        for (i, kind) in key.1.iter().enumerate() {
+        for (i, kind) in key.2.iter().enumerate() {
             match kind {
                 Kind::Tensor => {
                     parameters.push(format!("__global uchar *a{i}, ulong o{i}"));

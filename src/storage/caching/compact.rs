@@ -189,9 +189,8 @@ impl CachingAllocator {
             Route::Relocated | Route::ThroughHost => u64::MAX,
         };
         let room = most.saturating_sub(core.heap.stats.reserved() + core.making);
-        let largest = if route == Route::ThroughHost { u64::MAX } else { self.driver.largest_segment() as u64 };
         let old: u64 = plan.segments.iter().map(|&s| core.committed_bytes(s) as u64).sum();
-        if !plan.stay.is_empty() || bytes > *budget || bytes >= old || bytes > room || bytes > largest {
+        if !plan.stay.is_empty() || bytes > *budget || bytes >= old || bytes > room {
             core.abandon(plan);
             return None;
         }

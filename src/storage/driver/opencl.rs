@@ -112,9 +112,9 @@ impl OpenCl {
     /// # Safety
     /// As for [`ClDevice::buffer_over`].
     pub(crate) unsafe fn over(self, start: NonNull<u8>, bytes: usize) -> Option<Memory> {
-        let in_place = self.device.info().unified_memory && bytes as u64 <= self.largest_segment() as u64;
         // SAFETY: what the caller promises.
-        let buffer = in_place.then(|| unsafe { self.device.buffer_over(start, bytes) })?.ok()?;
+        let buffer =
+            self.device.info().unified_memory.then(|| unsafe { self.device.buffer_over(start, bytes) })?.ok()?;
         Some(Memory(MemoryKind::OpenCl(buffer)))
     }
 

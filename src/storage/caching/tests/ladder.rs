@@ -241,7 +241,7 @@ fn the_error_says_what_there_is() {
 fn the_error_says_that_a_buffer_cannot_be_so_large() {
     let (_, allocator) = device(8 << 40, "");
     let detail = out_of_memory(&allocator, 3 << 40);
-    for part in ["3.00 TiB", "the device has 8.00 TiB", "a buffer of it at most 2.00 TiB"] {
+    for part in ["3.00 TiB", "the device has 8.00 TiB", "promises buffers of at most 2.00 TiB"] {
         assert!(detail.contains(part), "{part} is not in: {detail}");
     }
     let detail = out_of_memory(&device(64 * MIB as u64, "").1, usize::MAX);
