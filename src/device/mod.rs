@@ -160,6 +160,51 @@ impl Device {
         Ok(self.opencl("cl_context")?.context())
     }
 
+    /// A device of an OpenCL context of other code, whose default stream is a queue of that code: a new device, the last
+    /// OpenCL device of [`Device::all`], for programs that use OpenCL already (ArrayFire's `afcl_add_device_context`, OpenCV's
+    /// `attachContext`). Buffers of the context become tensors by [`Storage::import_cl`](crate::storage::Storage::import_cl),
+    /// and kernels of the other code take tensors' buffers ([`Storage::export_cl`](crate::storage::Storage::export_cl)).
+    ///
+    /// Commands of both sides run in the order in which they were enqueued, without a wait of the host; other streams of the
+    /// device are ordered with the queue as [`Stream`] says. [`Stream::synchronize`] and [`Device::synchronize`] promise to wait
+    /// for this crate's commands only. While something is profiled, commands of the default stream have times if the queue was
+    /// created with `CL_QUEUE_PROFILING_ENABLE`. The device has an allocator of its own, which knows nothing of other memory in
+    /// the context.
+    ///
+    /// The context and the queue are retained as long as the process lives: the caller may release its handles at any time.
+    /// The same three give the same device again. A process adopts up to 64.
+    ///
+    /// ```no_run
+    /// # use std::ffi::c_void;
+    /// # fn handles() -> (*mut c_void, *mut c_void, *mut c_void, *mut c_void) { unimplemented!() }
+    /// use claystone::{DType, Device, Tensor, storage::Storage};
+    /// let (context, device, queue, buffer) = handles(); // of the caller
+    /// // SAFETY: the caller's handles, which are not released during the call.
+    /// let device = unsafe { Device::adopt(context, device, queue)? };
+    /// // SAFETY: the buffer is of that context, and the caller uses it on that queue alone.
+    /// let x = Tensor::from_storage(unsafe { Storage::import_cl(device, buffer, 0, 4096)? }, 1024, DType::F32)?;
+    /// x.mul_scalar_(2.0)?; // after the commands that the caller enqueued before this call, and before later ones
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a null handle, a device that is not of the context, a queue of another context or device or one
+    /// that runs commands out of order, a device that kernels cannot run on, and for more than 64; [`Error::OpenCl`] for what
+    /// the driver refuses.
+    ///
+    /// # Safety
+    /// `context`, `device` and `queue` are a `cl_context`, a `cl_device_id` and a `cl_command_queue` that live during the call
+    /// and were made by the OpenCL library that this process loads (`OPENCL_DYLIB_PATH`, else the system's) or by a driver
+    /// behind the same ICD loader. A device that is a sub-device is not released before the process ends. What other code does
+    /// to tensors' buffers follows the rules of [`Storage::export_cl`](crate::storage::Storage::export_cl).
+    pub unsafe fn adopt(
+        context: *mut std::ffi::c_void,
+        device: *mut std::ffi::c_void,
+        queue: *mut std::ffi::c_void,
+    ) -> Result<Device> {
+        opencl::adopt(context, device, queue)
+    }
+
     /// [`info`](Self::info), which is kept.
     pub(crate) fn known(self) -> Result<&'static DeviceInfo> {
         match self {

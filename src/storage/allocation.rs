@@ -132,8 +132,8 @@ impl Storage {
     ///
     /// The `cl_mem` is not retained for the caller: it is valid while the storage lives, and so long must it live as
     /// anything enqueued elsewhere uses the bytes. It may be larger than the storage; the rest is other storages'. It
-    /// belongs to the context that `CL_MEM_CONTEXT` names. Queues of other code are ordered with nothing here:
-    /// [`Stream::synchronize`] before they use the bytes, and their `clFinish` before the next use here.
+    /// belongs to the context that `CL_MEM_CONTEXT` names. Queues of other code that were not [adopted](Device::adopt) are not
+    /// ordered with anything: [`Stream::synchronize`] before they use the bytes, and their `clFinish` before the next use here.
     ///
     /// # Errors
     /// [`Error::Invalid`] where there is no such buffer: on the CPU, and for zero bytes.

@@ -27,8 +27,8 @@ impl Storage {
     /// [`export_cl`](Self::export_cl). The buffer is of the device's own context ([`Device::cl_context`]), and is retained
     /// while the storage lives. Allocators do not count it.
     ///
-    /// Queues of other code are ordered with nothing here: finish them before the bytes are used here, and
-    /// [`Stream::synchronize`](crate::Stream::synchronize) before they use them again.
+    /// Queues of other code are ordered with nothing here, unless they were [adopted](Device::adopt): finish them before the
+    /// bytes are used here, and [`Stream::synchronize`](crate::Stream::synchronize) before they use them again.
     ///
     /// ```
     /// use claystone::storage::Storage;

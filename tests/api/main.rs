@@ -5,6 +5,7 @@ mod common;
 #[path = "../stand_in/mod.rs"]
 mod stand_in;
 
+mod adopt;
 mod autograd;
 mod convert;
 mod custom;

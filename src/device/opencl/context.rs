@@ -10,7 +10,7 @@ use opencl3::device::{
     CL_DEVICE_IMAGE_SUPPORT, CL_DEVICE_IMAGE2D_MAX_HEIGHT, CL_DEVICE_IMAGE2D_MAX_WIDTH, CL_DEVICE_VERSION,
 };
 use opencl3::memory::{CL_MAP_READ, CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
-use opencl3::types::{cl_context, cl_device_id, cl_event};
+use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
 
 use super::blob::Imported;
 use super::discovery::{Found, text};
@@ -137,7 +137,28 @@ impl ClDevice {
         let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM, found.platform as isize, 0];
         let user = ptr::from_ref(&found.driver_text).cast_mut().cast();
         let context = create!(clCreateContext(properties.as_ptr(), 1, &found.id, Some(notify), user))?;
-        let parts = Queues::new(context, found.id).and_then(|queues| Ok((queues, Slots::new(context)?)));
+        ClDevice::in_context(device, found, context, None)
+    }
+
+    /// A device in another's context, whose default stream is the queue, which is in order.
+    pub(super) fn adopt(
+        device: Device,
+        found: &'static Found,
+        context: cl_context,
+        queue: cl_command_queue,
+    ) -> Result<ClDevice, ClError> {
+        call!(clRetainContext(context))?;
+        ClDevice::in_context(device, found, context, Some(queue))
+    }
+
+    /// Takes over the context.
+    fn in_context(
+        device: Device,
+        found: &'static Found,
+        context: cl_context,
+        queue: Option<cl_command_queue>,
+    ) -> Result<ClDevice, ClError> {
+        let parts = Queues::new(context, found.id, queue).and_then(|queues| Ok((queues, Slots::new(context)?)));
         let (queues, faults) = parts.inspect_err(|_| _ = call!(clReleaseContext(context)))?;
         Ok(ClDevice {
             device,

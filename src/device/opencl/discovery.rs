@@ -97,6 +97,23 @@ impl From<ClError> for Silent {
 }
 
 impl Entry {
+    /// A device of another's context, which [`discover`] does not list.
+    ///
+    /// # Errors
+    /// Why the device cannot be used; its driver fails to tell.
+    pub(super) fn of_others(id: cl_device_id, platform: cl_platform_id) -> Result<Entry, Result<String, ClError>> {
+        let standing = standing(id).map_err(|silent| match silent {
+            Silent::Failed(e) => Err(e),
+            Silent::Unusable(why) => Ok(why),
+        })?;
+        Ok(Entry::new(id, (usize::MAX, 0), platform, standing))
+    }
+
+    fn new(id: cl_device_id, place: (usize, usize), platform: cl_platform_id, standing: (DeviceKind, usize)) -> Entry {
+        let (found, opened, opening) = (OnceLock::new(), OnceLock::new(), Mutex::new(()));
+        Entry { id, place, platform, standing, found, opened, opening }
+    }
+
     #[cfg(test)]
     pub(super) fn place(&self) -> (usize, usize) {
         self.place
@@ -157,28 +174,51 @@ fn discovery() -> Result<&'static Discovery, ClError> {
     }
 }
 
-/// The entries of the devices that are known, without asking a driver.
-pub(super) fn known() -> &'static [Entry] {
-    DISCOVERY.get().map_or(&[], |known| &known.devices)
+/// The entries of the devices that are known, in order, without asking a driver: adopted ones come last.
+pub(super) fn known() -> impl Iterator<Item = &'static Entry> {
+    DISCOVERY.get().map_or(&[][..], |known| &known.devices).iter().chain(adopted())
+}
+
+/// The devices of other code's contexts, in order of their indices, which follow those of all others. Read without a lock,
+/// because the end of the process asks as well.
+static ADOPTED: [OnceLock<&'static Entry>; MOST_ADOPTED] = [const { OnceLock::new() }; MOST_ADOPTED];
+
+/// How many devices a process adopts at most.
+pub(super) const MOST_ADOPTED: usize = 64;
+
+/// The devices that were adopted.
+pub(super) fn adopted() -> impl Iterator<Item = &'static Entry> {
+    ADOPTED.iter().map_while(OnceLock::get).copied()
+}
+
+/// Adds a device that was adopted. One thread at a time.
+pub(super) fn add_adopted(entry: &'static Entry) {
+    _ = ADOPTED.iter().find(|free| free.get().is_none()).map(|free| free.set(entry));
 }
 
 /// How many devices there are; `None` where a driver fails to tell.
 pub(super) fn count() -> Option<usize> {
-    discovery().ok().map(|known| known.devices.len())
+    discovery().ok().map(|known| known.devices.len() + adopted().count())
+}
+
+/// How many devices there are without those that were adopted.
+pub(super) fn count_own() -> Result<usize> {
+    Ok(discovery().map_err(|e| failed(Device::OpenCL(0), &e))?.devices.len())
 }
 
 /// The device of this index, or an error that says what is there instead.
 pub(super) fn entry(index: usize) -> Result<&'static Entry> {
     let device = Device::OpenCL(index);
     let all = discovery().map_err(|e| failed(device, &e))?;
-    all.devices.get(index).ok_or_else(|| Error::NoDevice {
-        device,
-        reason: match all.devices.len() {
-            0 => all.why_none.clone(),
-            1 => "there is one OpenCL device, opencl:0".into(),
-            n => format!("there are {n} OpenCL devices, opencl:0 to opencl:{}", n - 1),
-        },
-    })
+    if let Some(entry) = all.devices.get(index).or_else(|| adopted().nth(index - all.devices.len())) {
+        return Ok(entry);
+    }
+    let reason = match all.devices.len() + adopted().count() {
+        0 => all.why_none.clone(),
+        1 => "there is one OpenCL device, opencl:0".into(),
+        n => format!("there are {n} OpenCL devices, opencl:0 to opencl:{}", n - 1),
+    };
+    Err(Error::NoDevice { device, reason })
 }
 
 /// What the device of this index is.
@@ -230,8 +270,7 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
                     continue;
                 }
             };
-            let (found, opened, opening) = (OnceLock::new(), OnceLock::new(), Mutex::new(()));
-            let entry = Entry { id, place: (p, d), platform, standing, found, opened, opening };
+            let entry = Entry::new(id, (p, d), platform, standing);
             match describe(&entry) {
                 Ok(found) => _ = entry.found.set(found),
                 // Its name may be one that is asked for.

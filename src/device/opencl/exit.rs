@@ -161,7 +161,7 @@ extern "C" fn at_exit() {
         return;
     }
     let under_way = UNDER_WAY.write().unwrap_or_else(PoisonError::into_inner);
-    let devices: Vec<_> = discovery::known().iter().filter_map(|entry| entry.opened.get()).collect();
+    let devices: Vec<_> = discovery::known().filter_map(|entry| entry.opened.get()).collect();
     // All locks, so that nothing is submitted between the last finish and the end.
     let queues: Vec<_> = devices.iter().map(|device| device.finish_for_good()).collect();
     OVER.store(true, SeqCst);
@@ -173,6 +173,7 @@ extern "C" fn at_exit() {
 }
 
 /// Called as the main thread ends, before the process's exit handlers.
+#[cfg(all(target_os = "linux", target_env = "gnu", not(miri)))]
 fn main_thread_ends() {
     if ![0, process::id()].contains(&PROCESS.load(Relaxed)) {
         return;
@@ -182,7 +183,7 @@ fn main_thread_ends() {
     drop(under_way);
     if BUILT.load(Relaxed) {
         // Their launches compile; a failure is told to whoever asks for the results.
-        discovery::known().iter().filter_map(|entry| entry.opened.get()).for_each(|device| _ = device.drain());
+        discovery::known().filter_map(|entry| entry.opened.get()).for_each(|device| _ = device.drain());
     }
     register();
 }

@@ -1,6 +1,6 @@
 //! OpenCL devices.
 //!
-//! [`discovery`] finds them; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
+//! [`discovery`] finds them, [`adopt`] takes one from other code; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
 //! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
 //! never stops another from submitting: see [`queues`]. [`program`] builds kernels, [`cache`] keeps them on disk, [`launch`]
 //! runs them, [`capture`] records them instead for [`replay`] (by the host, in a [`command_buffer`] or from a
@@ -9,6 +9,7 @@
 //! through [`pinned`] memory where it is to be fast, and from and to memory that
 //! outlives what uses it: see [`host_memory`]. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
 
+mod adopt;
 mod background;
 mod blob;
 mod cache;
@@ -56,6 +57,7 @@ mod trials;
 mod tuning;
 pub(crate) mod user_kernel;
 
+pub(crate) use adopt::adopt;
 pub use cache::{ProgramCache, read_cache_file};
 pub(crate) use capabilities::{capabilities, platforms};
 pub(crate) use choices::{LARGEST_GROUP, SizeClass};
@@ -132,5 +134,5 @@ pub(crate) fn is_available(index: usize) -> bool {
 
 /// The device, if anything has used it yet.
 pub(crate) fn opened(index: usize) -> Option<&'static ClDevice> {
-    discovery::known().get(index)?.opened.get().copied()
+    discovery::known().nth(index)?.opened.get().copied()
 }

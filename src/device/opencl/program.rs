@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
 use super::ClDevice;
 use super::blob::Entries;
 use super::cache::{Cache, Key, Kind};
+use super::discovery::number_of;
 use super::driver::{ClKernel, Program, call, create, info, value};
 use super::errors::ClError;
 use super::exit;
@@ -381,13 +382,15 @@ impl ClDevice {
     }
 }
 
-/// The device binary of a program built for one device.
+/// The binary of a program that was built for one device of its context: an adopted context may have others.
 fn binary(program: &Program) -> Result<Vec<u8>, ClError> {
-    let mut bytes = vec![0u8; value!(clGetProgramInfo(program.0, CL_PROGRAM_BINARY_SIZES) as usize)?];
-    let mut start = bytes.as_mut_ptr();
-    let to = ptr::from_mut(&mut start).cast();
-    call!(clGetProgramInfo(program.0, CL_PROGRAM_BINARIES, size_of::<*mut u8>(), to, ptr::null_mut()))?;
-    Ok(bytes)
+    let sizes = info!(clGetProgramInfo(program.0, CL_PROGRAM_BINARY_SIZES))?;
+    let sizes = sizes.chunks_exact(size_of::<usize>()).map(|size| number_of(size) as usize);
+    let mut binaries: Vec<Vec<u8>> = sizes.map(|size| vec![0; size]).collect();
+    let mut starts: Vec<*mut u8> = binaries.iter_mut().map(|bytes| bytes.as_mut_ptr()).collect();
+    let (to, size) = (starts.as_mut_ptr().cast(), size_of_val(&starts[..]));
+    call!(clGetProgramInfo(program.0, CL_PROGRAM_BINARIES, size, to, ptr::null_mut()))?;
+    Ok(binaries.into_iter().max_by_key(Vec::len).unwrap_or_default())
 }
 
 fn open_ptx(binary: &[u8]) -> Option<String> {

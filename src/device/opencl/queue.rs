@@ -39,6 +39,8 @@ const RETRY_AFTER: Duration = Duration::from_millis(1);
 /// A queue and what is counted under the lock.
 pub(super) struct Queue {
     pub raw: cl_command_queue,
+    /// Whether other code submits to the queue as well, so that no other may stand in for it.
+    is_adopted: bool,
     /// Launches since the last flush, and how many make the next one due.
     pub unflushed: u32,
     pub flush_at: u32,
@@ -75,8 +77,19 @@ impl Queue {
     /// A new queue of a device.
     pub(super) fn create(context: cl_context, id: cl_device_id, hints: StreamHints) -> Result<Queue, ClError> {
         let (raw, hints) = Queue::create_raw(context, id, 0, hints)?;
-        Ok(Queue {
+        Ok(Queue::new(raw, hints, false))
+    }
+
+    /// The in-order queue of other code.
+    pub(super) fn adopt(raw: cl_command_queue) -> Result<Queue, ClError> {
+        call!(clRetainCommandQueue(raw))?;
+        Ok(Queue::new(raw, StreamHints::default(), true))
+    }
+
+    fn new(raw: cl_command_queue, hints: StreamHints, is_adopted: bool) -> Queue {
+        Queue {
             raw,
+            is_adopted,
             hints,
             unflushed: 0,
             flush_at: FIRST_FLUSH,
@@ -87,7 +100,7 @@ impl Queue {
             probe: None,
             other: None,
             profiled: None,
-        })
+        }
     }
 
     /// A queue, and the hints that it has: none where the driver refuses these.
@@ -211,7 +224,7 @@ impl Queue {
     /// one on this queue.
     pub(super) fn mark_timed(&mut self, context: cl_context, id: cl_device_id) -> Result<ClEvent, ClError> {
         let here = self.mark()?;
-        if self.profiled.is_some() {
+        if self.profiled.is_some() && !self.is_adopted {
             return Ok(here);
         }
         let timing = self.other_queue(true, context, id)?;
@@ -285,7 +298,8 @@ impl Queue {
         })
     }
 
-    /// Goes on with a queue that gives times, or with one that does not. What was submitted is over then.
+    /// Goes on with a queue that gives times, or with one that does not; an adopted queue stays, and gives times if it was
+    /// created to. What was submitted is over then.
     pub(super) fn set_profiling(
         &mut self,
         on: bool,
@@ -295,11 +309,13 @@ impl Queue {
         if self.profiled.is_some() == on {
             return Ok(());
         }
-        let other = self.other_queue(on, context, id)?;
+        let other = if self.is_adopted { None } else { Some(self.other_queue(on, context, id)?) };
         self.finish()?;
         self.unflushed = 0;
         self.collect_profiled();
-        self.other = Some(mem::replace(&mut self.raw, other));
+        if let Some(other) = other {
+            self.other = Some(mem::replace(&mut self.raw, other));
+        }
         self.profiled = on.then(|| Profiled { device, stream, pending: VecDeque::with_capacity(2 * BATCH) });
         Ok(())
     }

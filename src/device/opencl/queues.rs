@@ -15,7 +15,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Mutex, MutexGuard};
 
-use opencl3::types::{cl_context, cl_device_id, cl_event};
+use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
 
 use super::ClDevice;
 use super::driver::{ClBuffer, ClEvent, call, call_unlocked, insist};
@@ -145,10 +145,14 @@ impl Locked<'_> {
 }
 
 impl Queues {
-    /// The default stream's queue and the service queue.
-    pub(super) fn new(context: cl_context, id: cl_device_id) -> Result<Queues, ClError> {
+    /// The default stream's queue, which may be an adopted one, and the service queue.
+    pub(super) fn new(
+        context: cl_context,
+        id: cl_device_id,
+        adopted: Option<cl_command_queue>,
+    ) -> Result<Queues, ClError> {
         let queue = || Queue::create(context, id, StreamHints::default());
-        let all = [queue()?, queue()?];
+        let all = [adopted.map_or_else(queue, Queue::adopt)?, queue()?];
         let progress = (0..MAX_STREAMS).map(|_| Progress::default()).collect();
         let all = Inner { queues: all.into(), mapped: Vec::new() };
         Ok(Queues { all: Mutex::new(all), ids: Mutex::new(Ids::from(SERVICE.0 + 1)), progress })

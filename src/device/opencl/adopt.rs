@@ -1,0 +1,82 @@
+//! Devices that other code opened: its context, and its queue as the default stream.
+
+use std::ptr;
+use std::sync::Mutex;
+
+use opencl3::command_queue::{
+    CL_QUEUE_CONTEXT, CL_QUEUE_DEVICE, CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE, CL_QUEUE_PROPERTIES,
+};
+use opencl3::context::context::CL_CONTEXT_DEVICES;
+use opencl3::device::CL_DEVICE_PLATFORM;
+use opencl3::types::{cl_command_queue, cl_context, cl_device_id};
+
+use super::ClDevice;
+use super::discovery::{self, Entry, number_of};
+use super::driver::{info, value};
+use super::errors::ClError;
+use super::exit;
+use crate::device::{lock, log};
+use crate::{Device, Error, Result};
+
+const OP: &str = "Device::adopt";
+
+/// The addresses of context, device and queue of each device that was adopted. Held while one is.
+static HANDLES: Mutex<Vec<[usize; 3]>> = Mutex::new(Vec::new());
+
+/// The device of this context whose default stream is this queue, which is known from now on.
+///
+/// # Errors
+/// [`Error::Invalid`] for handles that do not go together, a queue that is not in order, a device that kernels cannot run on,
+/// and too many devices; what the driver refuses.
+pub(crate) fn adopt(context: cl_context, id: cl_device_id, queue: cl_command_queue) -> Result<Device> {
+    let handles = [context.addr(), id.addr(), queue.addr()];
+    for (handle, name) in handles.iter().zip(["context", "device", "queue"]) {
+        if *handle == 0 {
+            return Err(Error::invalid(OP, format!("the {name} is null")));
+        }
+    }
+    let own = discovery::count_own()?;
+    let _messages = log::defer(); // a subscriber may use devices as well
+    let mut known = lock(&HANDLES);
+    if let Some(at) = known.iter().position(|known| *known == handles) {
+        return Ok(Device::OpenCL(own + at));
+    }
+    if known.len() == discovery::MOST_ADOPTED {
+        return Err(Error::invalid(OP, format!("a process adopts at most {} queues", known.len())));
+    }
+    let (_under_way, _opening) = (exit::under_way(), exit::registering());
+    let device = Device::OpenCL(own + known.len());
+    let told = |e: ClError| Error::OpenCl { device, call: e.call, code: e.name(), detail: String::new() };
+    check(context, id, queue).map_err(told)?.map_err(|reason| Error::invalid(OP, reason))?;
+    let platform = value!(clGetDeviceInfo(id, CL_DEVICE_PLATFORM) as usize).map_err(told)?;
+    let entry = Entry::of_others(id, ptr::with_exposed_provenance_mut(platform)).map_err(|cannot| match cannot {
+        Ok(why) => Error::invalid(OP, format!("the device {why}")),
+        Err(e) => told(e),
+    })?;
+    let entry: &'static Entry = Box::leak(Box::new(entry));
+    let opened = ClDevice::adopt(device, entry.found(device)?, context, queue).map_err(told)?;
+    let opened: &'static ClDevice = Box::leak(Box::new(opened));
+    _ = entry.opened.set(opened);
+    discovery::add_adopted(entry);
+    known.push(handles);
+    opened.profile_if_on();
+    Ok(device)
+}
+
+/// Why the three cannot be used together, if so.
+fn check(context: cl_context, id: cl_device_id, queue: cl_command_queue) -> Result<Result<(), &'static str>, ClError> {
+    let devices = info!(clGetContextInfo(context, CL_CONTEXT_DEVICES))?;
+    let of_queue = |what| value!(clGetCommandQueueInfo(queue, what) as usize);
+    let properties = value!(clGetCommandQueueInfo(queue, CL_QUEUE_PROPERTIES) as u64)?;
+    Ok(if !devices.chunks_exact(size_of::<usize>()).any(|device| number_of(device) == id.addr() as u64) {
+        Err("the context does not have the device")
+    } else if of_queue(CL_QUEUE_CONTEXT)? != context.addr() {
+        Err("the queue is of another context")
+    } else if of_queue(CL_QUEUE_DEVICE)? != id.addr() {
+        Err("the queue is of another device")
+    } else if properties & CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE != 0 {
+        Err("the queue runs commands out of order: create one without CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE")
+    } else {
+        Ok(())
+    })
+}

@@ -1,0 +1,222 @@
+//! Contexts and queues of other code as devices.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use cl3::command_queue as queues;
+use cl3::device::{CL_DEVICE_TYPE_ALL, get_device_ids};
+use cl3::memory::{CL_MEM_READ_WRITE, create_buffer, release_mem_object};
+use claystone::profiler::profile;
+use claystone::storage::Storage;
+use claystone::{DType, Device, Error, Result, Stream, Tensor, with_stream};
+
+use crate::common::{alone, devices};
+
+type Handle = *mut c_void;
+
+const N: usize = 5000;
+const BYTES: usize = N * 4;
+
+/// What a program has that uses OpenCL already.
+struct Caller {
+    context: Handle,
+    device: Handle,
+    queue: Handle,
+    /// Of `N` floats.
+    buffer: Handle,
+    /// Makes x of each of `N` floats 3 x + 1, slowly.
+    kernel: Handle,
+}
+
+impl Caller {
+    fn new(devices: &[Handle], device: Handle, properties: u64) -> Caller {
+        let context = cl3::context::create_context(devices, ptr::null(), None, ptr::null_mut()).unwrap();
+        let source = "__kernel void slow(__global float *x, ulong first) {
+            float y = x[first + get_global_id(0)];
+            volatile float z = 0;
+            for (int i = 0; i < 2000; i++) z += i;
+            x[first + get_global_id(0)] = z == -1.0f ? 0.0f : 3.0f * y + 1.0f;
+        }";
+        let program = cl3::program::create_program_with_source(context, &[source]).unwrap();
+        cl3::program::build_program(program, &[device], c"", None, ptr::null_mut()).unwrap();
+        let kernel = cl3::kernel::create_kernel(program, c"slow").unwrap();
+        // SAFETY: the context is one, and the device one of its own.
+        let (queue, buffer) = unsafe {
+            let queue = queues::create_command_queue(context, device, properties).unwrap();
+            (queue, create_buffer(context, CL_MEM_READ_WRITE, BYTES, ptr::null_mut()).unwrap())
+        };
+        Caller { context, device, queue, buffer, kernel }
+    }
+
+    fn adopt(&self) -> Result<Device> {
+        // SAFETY: handles of the loader's, which live.
+        unsafe { Device::adopt(self.context, self.device, self.queue) }
+    }
+
+    /// Puts a write of all values of the buffer on the queue. They outlive the program.
+    fn write(&self, values: &'static [f32]) {
+        let from = values.as_ptr().cast::<c_void>();
+        // SAFETY: as many bytes as the buffer has, which live.
+        unsafe { queues::enqueue_write_buffer(self.queue, self.buffer, 0, 0, BYTES, from, 0, ptr::null()) }.unwrap();
+    }
+
+    /// Puts the kernel on the queue, over floats of a buffer from a byte on.
+    fn run(&self, buffer: Handle, offset: usize) {
+        let (first, size) = (offset as u64 / 4, N);
+        // SAFETY: the arguments are those of the kernel, and the buffer has the floats.
+        unsafe {
+            cl3::kernel::set_kernel_arg(self.kernel, 0, size_of::<Handle>(), ptr::from_ref(&buffer).cast()).unwrap();
+            cl3::kernel::set_kernel_arg(self.kernel, 1, 8, ptr::from_ref(&first).cast()).unwrap();
+            queues::enqueue_nd_range_kernel(
+                self.queue,
+                self.kernel,
+                1,
+                ptr::null(),
+                &size,
+                ptr::null(),
+                0,
+                ptr::null(),
+            )
+            .unwrap();
+        }
+    }
+
+    /// The floats of a buffer from a byte on, behind what is on the queue.
+    fn read(&self, buffer: Handle, offset: usize) -> Vec<f32> {
+        let mut values = vec![0f32; N];
+        let to = values.as_mut_ptr().cast();
+        // SAFETY: the vector has as many bytes, and the call waits.
+        unsafe { queues::enqueue_read_buffer(self.queue, buffer, 1, offset, BYTES, to, 0, ptr::null()) }.unwrap();
+        values
+    }
+
+    /// The buffer as a tensor.
+    fn tensor(&self, device: Device) -> Tensor {
+        // SAFETY: the buffer is used on the adopted queue alone.
+        let storage = unsafe { Storage::import_cl(device, self.buffer, 0, BYTES) }.unwrap();
+        Tensor::from_storage(storage, N, DType::F32).unwrap()
+    }
+
+    /// Releases what the caller holds.
+    fn release(self) {
+        // SAFETY: each was created once, and is released once.
+        unsafe {
+            release_mem_object(self.buffer).unwrap();
+            queues::release_command_queue(self.queue).unwrap();
+            cl3::context::release_context(self.context).unwrap();
+        }
+    }
+}
+
+/// The devices of each platform.
+fn platforms() -> Vec<Vec<Handle>> {
+    let platforms = cl3::platform::get_platform_ids().unwrap();
+    platforms.into_iter().map(|p| get_device_ids(p, CL_DEVICE_TYPE_ALL).unwrap_or_default()).collect()
+}
+
+fn ramp() -> &'static [f32] {
+    (0..N).map(|i| (i % 100) as f32).collect::<Vec<_>>().leak()
+}
+
+/// Neither side waits for the other.
+fn both_ways(caller: &Caller, device: Device) {
+    let want = |f: fn(f32) -> f32| ramp().iter().map(|&x| f(x)).collect::<Vec<_>>();
+    caller.write(ramp());
+    let x = caller.tensor(device);
+    x.mul_scalar_(2.0).unwrap();
+    caller.run(caller.buffer, 0);
+    assert_eq!(x.add_scalar(0.5).unwrap().to_vec::<f32>().unwrap(), want(|x| 6.0 * x + 1.5));
+    assert_eq!(caller.read(caller.buffer, 0), want(|x| 6.0 * x + 1.0));
+    // The caller's kernel on a tensor made here, which is somewhere in a buffer of its allocator.
+    let ballast = Tensor::zeros(100, device).unwrap();
+    let y = Tensor::from_slice(ramp(), N, device).unwrap().add_scalar(1.0).unwrap();
+    let (buffer, offset) = y.storage().export_cl().unwrap();
+    caller.run(buffer, offset);
+    y.mul_(&y).unwrap();
+    caller.run(buffer, offset);
+    assert_eq!(caller.read(buffer, offset), want(|x| 3.0 * (3.0 * x + 4.0) * (3.0 * x + 4.0) + 1.0));
+    assert_eq!(ballast.to_vec::<f32>().unwrap(), [0.0; 100]);
+    // Another stream waits for the queue.
+    caller.run(caller.buffer, 0);
+    let side = Stream::new(device).unwrap();
+    side.wait_stream(&Stream::current(device).unwrap()).unwrap();
+    let z = with_stream(&side, || x.neg()?.to_vec::<f32>()).unwrap();
+    assert_eq!(z, want(|x| -(18.0 * x + 4.0)));
+}
+
+#[test]
+fn contexts_and_queues_of_other_code_are_devices() {
+    if !alone("adopt::contexts_and_queues_of_other_code_are_devices") {
+        return; // others count devices
+    }
+    for ids in platforms() {
+        for &id in &ids {
+            let before = devices();
+            let caller = Caller::new(&[id], id, 0);
+            let device = caller.adopt().unwrap();
+            assert_eq!((device, caller.adopt().unwrap()), (Device::OpenCL(before.len() - 1), device), "once");
+            assert_eq!(devices(), [&before[..before.len() - 1], &[device, Device::Cpu]].concat());
+            assert!(device.is_available());
+            assert_eq!(device.cl_context().unwrap(), caller.context);
+            let known = before.iter().map(|known| known.info().unwrap().name);
+            assert!(known.into_iter().any(|name| name == device.info().unwrap().name));
+            both_ways(&caller, device);
+            let ((), profile) = profile(|| both_ways(&caller, device)).unwrap();
+            assert!(!profile.events().is_empty());
+            // A network's step gives what it gives elsewhere.
+            let step = |device| -> Result<Vec<f32>> {
+                let x = Tensor::arange(0, 12, 1, device)?.to_dtype(DType::F32)?.reshape([3, 4])?;
+                let w = x.t()?.contiguous()?.mul_scalar(0.125)?.requires_grad_(true)?;
+                x.matmul(&w)?.tanh()?.sum((), false)?.backward()?;
+                w.grad().expect("it took part").to_vec()
+            };
+            let (here, cpu) = (step(device).unwrap(), step(Device::Cpu).unwrap());
+            assert!(here.iter().zip(&cpu).all(|(a, b)| (a - b).abs() < 1e-5), "{here:?} {cpu:?}");
+            let kept = caller.tensor(device);
+            caller.release();
+            assert_eq!(kept.add_scalar(1.0).unwrap().numel(), N);
+            device.synchronize().unwrap();
+        }
+        // Contexts of several devices, with times by the queue itself.
+        if let [_, second, ..] = ids[..] {
+            let caller = Caller::new(&ids, second, queues::CL_QUEUE_PROFILING_ENABLE);
+            let device = caller.adopt().unwrap();
+            both_ways(&caller, device);
+            let ((), profile) = profile(|| both_ways(&caller, device)).unwrap();
+            let times =
+                profile.events().iter().filter(|event| event.device == Some(device) && event.queued_us.is_some());
+            assert!(times.count() > 0);
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_adopted_is_told() {
+    if !alone("adopt::what_cannot_be_adopted_is_told") {
+        return;
+    }
+    let told = |adopted: Result<Device>| match adopted {
+        Err(Error::Invalid { op: "Device::adopt", reason }) => reason,
+        other => panic!("{other:?}"),
+    };
+    for ids in platforms().into_iter().filter(|ids| !ids.is_empty()) {
+        let before = devices();
+        let caller = Caller::new(&ids[..1], ids[0], 0);
+        let (context, device, queue, none) = (caller.context, caller.device, caller.queue, ptr::null_mut());
+        // SAFETY: handles that live, or null.
+        let adopt = |context, device, queue| unsafe { Device::adopt(context, device, queue) };
+        assert!(told(adopt(none, device, queue)).contains("the context is null"));
+        assert!(told(adopt(context, none, queue)).contains("the device is null"));
+        assert!(told(adopt(context, device, none)).contains("the queue is null"));
+        let other = Caller::new(&ids[..1], ids[0], 0);
+        assert!(told(adopt(context, device, other.queue)).contains("of another context"));
+        if let Some(&second) = ids.get(1) {
+            assert!(told(adopt(context, second, queue)).contains("does not have the device"));
+            let both = Caller::new(&ids, ids[0], 0);
+            assert!(told(adopt(both.context, second, both.queue)).contains("of another device"));
+        }
+        let unordered = Caller::new(&ids[..1], ids[0], queues::CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE);
+        assert!(told(unordered.adopt()).contains("out of order"));
+        assert_eq!(devices(), before);
+    }
+}
