@@ -353,7 +353,6 @@ fn shapes_that_do_not_go_together() {
     }
     let layer = MultiheadAttention::new(8, 2, claystone::Device::Cpu).unwrap();
     let (x, y, z, many) = (t(&[2, 5, 8]), t(&[2, 7, 8]), t(&[2, 6, 8]), t(&[3, 7, 8]));
-    let masks = AttentionMasks::default();
     let (padding, pairs) = (t(&[2, 5]), t(&[7, 5]));
     for need_weights in [false, true] {
         for (k, v, key_padding_mask, attn_mask, shapes) in [
@@ -362,7 +361,7 @@ fn shapes_that_do_not_go_together() {
             (&y, &y, Some(&padding), None, [&y, &padding]),
             (&y, &y, None, Some(&pairs), [&x, &pairs]),
         ] {
-            let masks = AttentionMasks { key_padding_mask, attn_mask, need_weights, ..masks };
+            let masks = AttentionMasks { key_padding_mask, attn_mask, need_weights };
             match layer.attend(&x, k, v, masks) {
                 Err(Error::ShapeMismatch { lhs, rhs, .. }) => assert_eq!([&lhs, &rhs], shapes.map(Tensor::shape)),
                 other => panic!("{other:?}"),
