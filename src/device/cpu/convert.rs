@@ -10,7 +10,7 @@ macro_rules! conversion {
         pub(crate) fn $name($from: &[$A], $to: &mut [$B]) {
             assert_eq!($from.len(), $to.len());
             #[cfg(target_arch = "x86_64")]
-            if is_x86_feature_detected!("avx512f") {
+            if crate::device::cpu::has_avx512() {
                 let ((from, $from), (to, $to)) = ($from.as_chunks(), $to.as_chunks_mut());
                 // SAFETY: the processor has the instructions.
                 unsafe { x86::$by_16(from, to) };
@@ -40,9 +40,7 @@ pub(crate) fn truncate(from: &[f32], to: &mut [i64]) {
     assert_eq!(from.len(), to.len());
     let (mut rest, mut last) = (from, to);
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl")
+    if crate::device::cpu::has_avx512() && is_x86_feature_detected!("avx512dq") && is_x86_feature_detected!("avx512vl")
     {
         let ((from, from_rest), (to, to_rest)) = (rest.as_chunks(), last.as_chunks_mut());
         // SAFETY: the processor has the instructions.

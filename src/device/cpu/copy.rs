@@ -11,7 +11,7 @@ const SMALL: std::ops::RangeInclusive<usize> = 1 << 10..=16 << 10;
 pub(crate) fn copy(to: &mut [u8], from: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     if SMALL.contains(&from.len()) && to.len() == from.len() {
-        if is_x86_feature_detected!("avx512f") {
+        if crate::device::cpu::has_avx512() {
             // SAFETY: the processor has the vectors.
             return unsafe { wide(to, from) };
         }

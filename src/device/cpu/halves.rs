@@ -75,7 +75,7 @@ impl<F: OfTwo, const FORM: u8> WithSimd for Bf16<'_, F, FORM> {
 fn f16_in_form<F: OfTwo, const FORM: u8>(a: &[u16], b: &[u16], number: f32, to: &mut [u16]) {
     assert!(a.len() == to.len() && b.len() == to.len());
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") {
+    if crate::device::cpu::has_avx512() {
         let ((a, a_rest), (b, b_rest), (to, to_rest)) = (a.as_chunks(), b.as_chunks(), to.as_chunks_mut());
         // SAFETY: the processor has the instructions.
         unsafe { x86::of_16::<F, FORM>(a, b, number, to) };

@@ -14,6 +14,14 @@ pub(crate) mod parallel;
 pub(crate) mod streaming;
 pub(crate) mod transpose;
 
+/// Whether the processor has AVX-512 and the crate has code for it (the feature `avx512`): without the feature the linker drops
+/// that code.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+pub(crate) fn has_avx512() -> bool {
+    cfg!(feature = "avx512") && std::arch::is_x86_feature_detected!("avx512f")
+}
+
 /// The vector instructions of this processor that some code here is written for.
 pub(crate) fn vector_features() -> Vec<&'static str> {
     let mut found = Vec::new();

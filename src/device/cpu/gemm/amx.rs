@@ -23,7 +23,7 @@ pub(super) fn is_available() -> bool {
         const AMX_TILE: u32 = 1 << 24;
         // The first leaf tells of the seventh, without which the bits read below would be another's.
         let features = if __cpuid_count(0, 0).eax >= 7 { __cpuid_count(7, 0).edx } else { 0 };
-        features & AMX_BF16 != 0 && features & AMX_TILE != 0 && is_x86_feature_detected!("avx512f") && is_permitted()
+        features & AMX_BF16 != 0 && features & AMX_TILE != 0 && crate::device::cpu::has_avx512() && is_permitted()
     })
 }
 

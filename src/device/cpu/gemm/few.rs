@@ -186,7 +186,7 @@ where
 {
     macro_rules! of {
         ($($m:literal)*) => {
-            match (m, by_columns, is_x86_feature_detected!("avx512f")) {
+            match (m, by_columns, crate::device::cpu::has_avx512()) {
                 $(($m, true, true) => dots_16::<T, $m>,
                 ($m, true, false) => dots_8::<T, $m>,
                 ($m, false, true) => rows_16::<T, $m>,

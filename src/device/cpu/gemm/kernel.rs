@@ -79,7 +79,7 @@ impl Kernels {
         static KERNELS: OnceLock<[Option<&'static Kernels>; 2]> = OnceLock::new();
         let kernels = KERNELS.get_or_init(|| {
             let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
-            let avx512 = avx2 && is_x86_feature_detected!("avx512f");
+            let avx512 = avx2 && crate::device::cpu::has_avx512();
             let fma = avx2 && is_x86_feature_detected!("fma");
             let single = if avx512 { Some(&AVX512) } else { fma.then_some(&AVX2) };
             [single, (avx512 && is_x86_feature_detected!("avx512bf16")).then_some(&PAIRS)]
