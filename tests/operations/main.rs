@@ -8,6 +8,7 @@ mod common;
 mod conv_blocks;
 mod conv_depthwise;
 mod conv_size;
+mod division;
 mod gather;
 mod harness;
 mod images;

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use opencl3::device::CL_DEVICE_SINGLE_FP_CONFIG;
 use opencl3::kernel::{CL_KERNEL_COMPILE_WORK_GROUP_SIZE, CL_KERNEL_NUM_ARGS, CL_KERNEL_WORK_GROUP_SIZE};
 use opencl3::program::{CL_PROGRAM_BINARIES, CL_PROGRAM_BINARY_SIZES, CL_PROGRAM_BUILD_LOG};
 use sha2::{Digest, Sha256};
@@ -17,6 +18,7 @@ use sha2::{Digest, Sha256};
 use super::ClDevice;
 use super::blob::Entries;
 use super::cache::{Cache, Key, Kind};
+use super::capabilities::{device_number, floats};
 use super::discovery::number_of;
 use super::driver::{ClKernel, Program, call, create, info, value};
 use super::errors::ClError;
@@ -34,6 +36,11 @@ const HIDDEN: &str = "//@ ";
 /// A line of a source that ends with how many registers a work-item may take, where the compiler is NVIDIA's: it takes as many as help one,
 /// which can leave a compute unit with few of them.
 pub(crate) const MOST_REGISTERS: &str = "#define MOST_REGISTERS ";
+
+/// Rounds f32 division and square roots correctly, where NVIDIA's are off by one unit in the last place without.
+const CORRECT_DIVISION: &str = "-cl-fp32-correctly-rounded-divide-sqrt ";
+/// Kernels that keep fast division: softmax and attention divide sums of exponentials, whose own errors are larger.
+const FAST_DIVISION: [&str; 4] = ["attention", "row", "softmax_slices", "cross_entropy"];
 
 /// What the crate's own sources call, declared: see there.
 const BUILTINS: &str = include_str!("../../../kernels/builtins.cl");
@@ -117,14 +124,22 @@ impl ClDevice {
         // compiles work-group functions of any size, which no launch runs.
         let cache = Cache::of_process().filter(|_| !self.is_pocl());
         let registers = source.lines().find_map(|line| line.strip_prefix(MOST_REGISTERS));
+        let correct = !FAST_DIVISION.contains(&name) && self.divides_correctly();
+        let division = if correct { CORRECT_DIVISION } else { "" };
         if let Some(registers) = registers {
-            let options = format!("-cl-nv-maxrregcount={registers} ");
+            let options = format!("{division}-cl-nv-maxrregcount={registers} ");
             match self.build_cached(By::Crate, name, source, &options, entry, cache) {
                 Err(Error::Build { .. }) => {} // a driver without the option
                 made => return made,
             }
         }
-        self.build_cached(By::Crate, name, source, "", entry, cache)
+        self.build_cached(By::Crate, name, source, division, entry, cache)
+    }
+
+    /// Whether the device takes [`CORRECT_DIVISION`].
+    fn divides_correctly(&self) -> bool {
+        let single = device_number(self.id(), CL_DEVICE_SINGLE_FP_CONFIG).and_then(floats);
+        single.is_some_and(|support| support.correct_division)
     }
 
     /// [`build`](Self::build) of a source of the user's, with further options for the compiler.
