@@ -30,87 +30,7 @@ typedef struct {
     In x, ulong x_at, Out y, ulong y_at, FORWARDS_INPUT ITS_WEIGHT ITS_BIAS __global ACC *statistics,                   \
         ulong statistics_at, ITS_SUMS Rows d, ulong count_, ACC eps
 
-#ifdef IS_CPU
-// The sum of `term` over the row, in blocks: thousands in one chain would round too often.
-#define SUM(result, term)                                                                                              \
-    {                                                                                                                  \
-        ACC block = 0;                                                                                                 \
-        uint terms = 0;                                                                                                \
-        result = 0;                                                                                                    \
-        for (IDX e = 0; e < n; ++e) {                                                                                  \
-            block += term;                                                                                             \
-            if (++terms % 64 == 0) {                                                                                   \
-                result += block;                                                                                       \
-                block = 0;                                                                                             \
-            }                                                                                                          \
-        }                                                                                                              \
-        result += block;                                                                                               \
-    }
-
-__kernel void norm(PARAMETERS) {
-    const IDX count = (IDX)count_, inner = (IDX)d.inner, n = (IDX)d.outer * inner;
-    const IDX r = (IDX)get_global_id(0);
-    if (r >= count)
-        return;
-    __global ACC *means = statistics + statistics_at, *spreads = means + count;
-    const ulong xa = ROW(x_at, d.x), ya = ROW(y_at, d.y);
-#ifdef WEIGHT
-    const ulong wa = ROW(w_at, d.w);
-#define TIMES_WEIGHT * LOAD_WEIGHT(w, AT(wa, d.w))
-#else
-#define TIMES_WEIGHT
-#endif
-#ifdef BIAS
-    const ulong ba = ROW(b_at, d.b);
-#define PLUS_BIAS + LOAD_WEIGHT(b, AT(ba, d.b))
-#else
-#define PLUS_BIAS
-#endif
-#ifndef BACKWARD
-    ACC mean = 0, var;
-#ifdef RMS
-    SUM(var, LOAD(x, AT(xa, d.x)) * LOAD(x, AT(xa, d.x)));
-#else
-    SUM(mean, LOAD(x, AT(xa, d.x)));
-    mean /= (ACC)n;
-    SUM(var, (LOAD(x, AT(xa, d.x)) - mean) * (LOAD(x, AT(xa, d.x)) - mean));
-#endif
-    var /= (ACC)n;
-    const ACC scale = 1 / sqrt(var + eps);
-    means[r] = mean;
-    spreads[r] = SPREAD(var, scale);
-    for (IDX e = 0; e < n; ++e)
-        STORE(y, AT(ya, d.y), (LOAD(x, AT(xa, d.x)) - mean) * scale TIMES_WEIGHT PLUS_BIAS);
-#else
-    const ulong za = ROW(z_at, d.z);
-    const ACC mean = means[r], scale = SCALE(spreads[r]);
-#define NORMAL ((LOAD(z, AT(za, d.z)) - mean) * scale)
-    ACC sum, product;
-#ifdef WEIGHTED_ROWS
-    // One weight for the whole row: what its gradient needs are the same sums.
-    SUM(sum, LOAD(x, AT(xa, d.x)));
-    SUM(product, LOAD(x, AT(xa, d.x)) * NORMAL);
-    sums[sums_at + r] = sum;
-    sums[sums_at + count + r] = product;
-#ifdef WEIGHT
-    sum *= LOAD_WEIGHT(w, wa);
-    product *= LOAD_WEIGHT(w, wa);
-#endif
-#else
-    SUM(sum, LOAD(x, AT(xa, d.x)) TIMES_WEIGHT);
-    SUM(product, LOAD(x, AT(xa, d.x)) * NORMAL TIMES_WEIGHT);
-#endif
-#ifdef RMS
-    sum = 0;
-#endif
-    sum /= (ACC)n;
-    product /= (ACC)n;
-    for (IDX e = 0; e < n; ++e)
-        STORE(y, AT(ya, d.y), (LOAD(x, AT(xa, d.x)) TIMES_WEIGHT - sum - NORMAL * product) * scale);
-#endif
-}
-#else
-
+#ifndef IS_CPU
 #define KEPT (CACHED * VEC)
 #define BLOCK (LANES * KEPT)
 #define PLUS(a, b) ((a) + (b))
@@ -149,23 +69,32 @@ static inline ACC sum_of(const ACC *v) {
     return s;
 }
 
-static inline ACC squares_of(const ACC *v, ACC mean, IDX e, IDX stop) {
-    ACC s = 0;
+// The sums of the elements' deviations from `mean`, and of their squares.
+static inline Two sums_above(const ACC *v, ACC mean, IDX e, IDX stop) {
+    Two s = 0;
     #pragma unroll
     for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
         if (e < stop) {
             #pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                s += (v[k * VEC + j] - mean) * (v[k * VEC + j] - mean);
+            for (int j = 0; j < VEC; ++j) {
+                const ACC above = v[k * VEC + j] - mean;
+                s += (Two)(above, above * above);
+            }
         }
     }
     return s;
 }
 
-static inline void normalise(ACC *v, ACC mean, ACC scale) {
+static inline void times(ACC *v, ACC factor) {
     #pragma unroll
     for (int k = 0; k < KEPT; ++k)
-        v[k] = (v[k] - mean) * scale;
+        v[k] *= factor;
+}
+
+static inline void normalise(ACC *v, ACC mean, ACC low, ACC scale) {
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        v[k] = (v[k] - mean - low) * scale;
 }
 
 static inline Two sums_of(const ACC *g, const ACC *z) {
@@ -210,7 +139,7 @@ static inline void weigh(ACC *v, Weights w, ulong at, long s2, long s3, IDX inne
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMNS PARAMETERS SLICED) {
     const IDX count = (IDX)count_, inner = (IDX)d.inner, n = (IDX)d.outer * inner;
     const uint lid = get_local_id(0), lanes = LANES, lane = lid % LANES, step = 1;
-    __global ACC *means = statistics + statistics_at, *spreads = means + count;
+    __global ACC *means = statistics + statistics_at, *scales = means + count;
     const IDX group = (IDX)get_group_id(0);
     ACC v[KEPT];
 #if defined(PARTS) || defined(APPLY) && !defined(VARIANCE)
@@ -226,70 +155,128 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
 
 #ifndef BACKWARD
     __local ACC scratch[GROUP];
+    __local Two pairs[GROUP];
+    // The mean is `mean + low`, of elements times the factor.
+    ACC factor = 1, mean, low, squares;
+#ifdef VARIANCE
+#define LEAST_OF_VARIANCE 0
+#else
+#define LEAST_OF_VARIANCE eps
+#endif
 #ifdef PARTS
-    ACC seen = 0, mean = 0, squares = 0;
-    for (IDX from = start; from < stop; from += BLOCK) {
-        const IDX first = from + lane * VEC;
-        const ACC here = (ACC)min((IDX)BLOCK, stop - from), all = seen + here;
-        FETCH(v, x, ROW(x_at, d.x), d.x, 0);
-        ACC middle = 0;
+    for (uint attempt = 0; attempt < 2; ++attempt) {
+        ACC seen = 0;
+        mean = low = squares = 0;
+        for (IDX from = start; from < stop; from += BLOCK) {
+            const IDX first = from + lane * VEC;
+            const ACC here = (ACC)min((IDX)BLOCK, stop - from), all = seen + here;
+            FETCH(v, x, ROW(x_at, d.x), d.x, 0);
+            times(v, factor);
+            ACC middle = 0;
 #ifndef RMS
-        middle = sum_of(v);
-        FOLD(PLUS, middle);
-        middle /= here;
+            middle = sum_of(v);
+            FOLD(PLUS, middle);
+            middle /= here;
 #endif
-        ACC s = squares_of(v, middle, first, stop);
-        FOLD(PLUS, s);
-        const ACC apart = middle - mean;
-        mean += apart * (here / all);
-        squares += s + apart * apart * (seen * here / all);
-        seen = all;
+            Two s = sums_above(v, middle, first, stop);
+            FOLD_IN(PLUS, s, pairs);
+#ifdef RMS
+            squares += s.y;
+#else
+            if (from == start)
+                mean = middle;
+            const ACC apart = middle - mean + s.x / here - low;
+            low += apart * (here / all);
+            squares += squares_about_mean(s, here) + apart * apart * (seen * here / all);
+            seen = all;
+#endif
+        }
+        const ACC needed = attempt == 0 ? factor_for(mean + low, squares, LEAST_OF_VARIANCE) : 1;
+        if (needed == 1)
+            break;
+        factor = needed;
     }
+    // The root of the sum of squares is in range, as the elements are.
     if (lane == 0)
-        parts[parts_at + (ulong)r * slices + slice] = (Two)(mean, squares);
+        parts[parts_at + (ulong)r * slices + slice] = (Two)((mean + low) / factor, sqrt(squares) / factor);
 #else
-    ACC mean = 0, var = 0;
 #ifdef APPLY
+    mean = parts[parts_at + (ulong)r * slices].x;
+    low = 0;
     for (uint s = lane; s < slices; s += LANES)
-        mean += parts[parts_at + (ulong)r * slices + s].x * (ACC)min(chunk, n - s * chunk);
-    FOLD(PLUS, mean);
-    mean /= (ACC)n;
-    for (uint s = lane; s < slices; s += LANES) {
-        const Two part = parts[parts_at + (ulong)r * slices + s];
-        var += part.y + (part.x - mean) * (part.x - mean) * (ACC)min(chunk, n - s * chunk);
+        low += (parts[parts_at + (ulong)r * slices + s].x - mean) * ((ACC)min(chunk, n - s * chunk) / (ACC)n);
+    FOLD(PLUS, low);
+    for (uint attempt = 0; attempt < 2; ++attempt) {
+        squares = 0;
+        for (uint s = lane; s < slices; s += LANES) {
+            const Two part = parts[parts_at + (ulong)r * slices + s] * factor;
+            const ACC apart = part.x - mean * factor - low * factor;
+            squares += part.y * part.y + apart * apart * (ACC)min(chunk, n - s * chunk);
+        }
+        FOLD(PLUS, squares);
+        const ACC needed = attempt == 0 ? factor_for(mean + low, squares, LEAST_OF_VARIANCE) : 1;
+        if (needed == 1)
+            break;
+        factor = needed;
     }
-    FOLD(PLUS, var);
+    mean *= factor;
+    low *= factor;
 #else
+    __local uint again;
+    if (lid == 0)
+        again = 0;
     FETCH(v, x, ROW(x_at, d.x), d.x, 0);
+    for (uint attempt = 0; attempt < 2; ++attempt) {
+        mean = low = 0;
 #ifndef RMS
-    mean = sum_of(v);
-    FOLD(PLUS, mean);
-    mean /= (ACC)n;
+        mean = sum_of(v);
+        FOLD(PLUS, mean);
+        mean /= (ACC)n;
 #endif
-    var = squares_of(v, mean, first, stop);
-    FOLD(PLUS, var);
+        Two s = sums_above(v, mean, first, stop);
+        FOLD_IN(PLUS, s, pairs);
+#ifdef RMS
+        squares = s.y;
+#else
+        low = s.x / (ACC)n;
+        squares = squares_about_mean(s, (ACC)n);
+#endif
+        if (attempt == 1)
+            break;
+        factor = factor_for(mean, squares, LEAST_OF_VARIANCE);
+        if (factor != 1)
+            again = 1;
+        // Rows of a group go on together: every work-item comes to every barrier.
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (!again)
+            break;
+        times(v, factor);
+    }
 #endif
 #ifdef VARIANCE
-    var /= eps;
+    ACC var = squares / eps;
 #ifdef ROOT
-    var = sqrt(var);
+    var = sqrt(var) / factor;
+#else
+    var = var / factor / factor;
 #endif
     if (lane == 0 && slice == 0)
         STORE(y, y_at + r, var);
 #else
-    var /= (ACC)n;
-    const ACC scale = 1 / sqrt(var + eps);
+    const ACC var = squares / (ACC)n, scale = 1 / sqrt(var + eps * factor * factor);
     if (lane == 0 && slice == 0) {
-        means[r] = mean;
-        spreads[r] = SPREAD(var, scale);
+        means[r] = (mean + low) / factor;
+        scales[r] = scale * factor;
+        scales[count + r] = var / factor / factor;
     }
 #ifdef APPLY
     for (IDX first = start + lane * VEC; first < stop; first += BLOCK) {
         FETCH(v, x, ROW(x_at, d.x), d.x, 0);
+        times(v, factor);
 #else
     {
 #endif
-        normalise(v, mean, scale);
+        normalise(v, mean, low, scale);
         IDX e = first;
         #pragma unroll
         for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
@@ -328,7 +315,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
 #else
     {
 #endif
-        const ACC mean = means[r], scale = SCALE(spreads[r]);
+        const ACC mean = means[r], scale = scales[r];
         Two s = 0;
 #ifdef APPLY
         for (uint k = lane; k < slices; k += LANES)
@@ -337,14 +324,14 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
         for (IDX first = start + lane * VEC; first < stop; first += BLOCK) {
             FETCH(g, x, ROW(x_at, d.x), d.x, 0);
             FETCH(v, z, ROW(z_at, d.z), d.z, mean);
-            normalise(v, mean, scale);
+            normalise(v, mean, 0, scale);
             WEIGH(g, r);
             s += sums_of(g, v);
         }
 #else
         FETCH(g, x, ROW(x_at, d.x), d.x, 0);
         FETCH(v, z, ROW(z_at, d.z), d.z, mean);
-        normalise(v, mean, scale);
+        normalise(v, mean, 0, scale);
 #ifdef COLUMNS
         #pragma unroll
         for (int k = 0; k < KEPT; ++k) {
@@ -379,7 +366,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
         for (IDX first = start + lane * VEC; first < stop; first += BLOCK) {
             FETCH(g, x, ROW(x_at, d.x), d.x, 0);
             FETCH(v, z, ROW(z_at, d.z), d.z, mean);
-            normalise(v, mean, scale);
+            normalise(v, mean, 0, scale);
             WEIGH(g, r);
 #else
         {

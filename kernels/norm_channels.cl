@@ -52,8 +52,8 @@ typedef struct {
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     In x, ulong x_at, Out y, ulong y_at, FORWARDS_INPUT ITS_WEIGHT ITS_BIAS __global ACC *statistics, ulong statistics_at,
     ITS_SUMS Sizes d, ACC eps SLICED) {
-    // Three numbers of each channel, for all of its rows.
-    __local ACC scratch[GROUP], of_block[3 * BLOCK];
+    // Four numbers of each channel, for all of its rows.
+    __local ACC scratch[GROUP], of_block[4 * BLOCK];
     const IDX rows = (IDX)d.rows, channels = (IDX)d.channels, chunk = (IDX)d.chunk;
     const uint lid = get_local_id(0), lane = lid % LANES, row = lid / LANES;
     const IDX blocks = (channels + BLOCK - 1) / BLOCK, group = (IDX)get_group_id(0), slice = group / blocks;
@@ -61,7 +61,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     // A channel of the block, which this work-item combines parts of, and its numbers are the work of the first that has it.
     const IDX own = first + lid % BLOCK;
     const bool counts = own < channels, writes = counts & (lid < BLOCK);
-    __global ACC *means = statistics + statistics_at, *spreads = means + channels;
+    __global ACC *means = statistics + statistics_at, *scales = means + channels;
     // Work-items past the last channel have no rows.
     const IDX start = slice * chunk, stop = c < channels ? min(start + chunk, rows) : start, last = stop - 1;
     x_at += c;
@@ -69,6 +69,31 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     z_at += c;
 #endif
 
+#ifndef BACKWARD
+    // The mean is `sum_a + low`; squares are of elements times the factor. All work-items go on by another factor where a channel needs it.
+    ACC low = 0, own_factor = 1;
+    __local uint needed[3];
+    if (lid < 3)
+        needed[lid] = 0;
+#define FOR_EACH_FACTOR                                                                                                \
+    uint own_attempt = 0;                                                                                              \
+    for (uint attempt = 0; attempt < 3; ++attempt) {                                                                   \
+        const ACC factor = attempt == 0 ? 1 : attempt == 1 ? DOWN : UP;                                                \
+        if (attempt == 0 || needed[attempt]) {
+#define KEEP(mean, squares, kept)                                                                                      \
+            if (writes && own_attempt == attempt) {                                                                    \
+                kept                                                                                                   \
+                if (attempt == 0) {                                                                                    \
+                    const ACC better = factor_for(mean, squares, eps);                                                 \
+                    own_attempt = better == 1 ? 0 : better == DOWN ? 1 : 2;                                            \
+                    needed[own_attempt] = 1;                                                                           \
+                }                                                                                                      \
+            }
+#define END_OF_FACTORS                                                                                                 \
+            barrier(CLK_LOCAL_MEM_FENCE);                                                                              \
+        }                                                                                                              \
+    }
+#endif
 #ifdef APPLY
     // The parts of every slice. Means are added up around one of them, so that where they are far from 0 no digits are lost.
     ACC sum_a = 0, sum_b = 0;
@@ -86,18 +111,25 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
 #define ROWS_OF(s) (ACC) min(chunk, rows - (s) * chunk)
     const ACC near = counts ? parts[0].x : 0;
     for (IDX s = lid / BLOCK; s < slices; s += GROUP / BLOCK)
-        sum_a += (parts[(ulong)s * channels].x - near) * ROWS_OF(s);
+        sum_a += (parts[(ulong)s * channels].x - near) * (ROWS_OF(s) / (ACC)rows);
     OVER_BLOCK(sum_a);
-    sum_a = near + sum_a / (ACC)rows;
     if (lid < BLOCK)
         of_block[lid] = sum_a;
     barrier(CLK_LOCAL_MEM_FENCE);
-    const ACC middle = of_block[lid % BLOCK];
-    for (IDX s = lid / BLOCK; s < slices; s += GROUP / BLOCK) {
-        const Two part = parts[(ulong)s * channels];
-        sum_b += part.y + (part.x - middle) * (part.x - middle) * ROWS_OF(s);
-    }
-    OVER_BLOCK(sum_b);
+    const ACC above = of_block[lid % BLOCK];
+    FOR_EACH_FACTOR
+        ACC squares = 0;
+        for (IDX s = lid / BLOCK; s < slices; s += GROUP / BLOCK) {
+            const Two part = parts[(ulong)s * channels] * factor;
+            const ACC apart = part.x - near * factor - above * factor;
+            squares += part.y * part.y + apart * apart * ROWS_OF(s);
+        }
+        OVER_BLOCK(squares);
+        KEEP(near, squares, own_factor = factor; sum_b = squares;)
+    END_OF_FACTORS
+    low = sum_a;
+    sum_a += near;
+    low -= sum_a - near;
 #endif
 #else
     __local ACC all[VEC * PITCH];
@@ -132,67 +164,89 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
     OVER_ROWS(of_a, sum_a);
     OVER_ROWS(of_b, sum_b);
     if (writes)
-        sum_b *= SCALE(spreads[own]);
+        sum_b *= scales[own];
 #else
-    // The mean and the squared deviations so far. Deviations of a turn are from the mean before it, and from the first row in the first: so
-    // what is subtracted below is at most half of the squares, or all but one in AT_ONCE.
-    ACC n = 0;
-    if (start + row < stop)
-        get(mean, x, x_at + (ulong)((long)(start + row) * d.x));
-    for (IDX r = start + row; r < stop; r += TURN) {
-        Raw of_x[AT_ONCE];
-        fetch(of_x, x, x_at, d.x, r, last);
+    // The mean and the squared deviations so far, of elements times the factor. The mean moves when the number of elements has doubled, by the
+    // sum of deviations: half of the squares at most is subtracted then, and few moves are rounded.
+    ACC sum_a = 0, sum_b = 0;
+    FOR_EACH_FACTOR
+        ACC n = 0, moved_at = 0;
         #pragma unroll
         for (int j = 0; j < VEC; ++j)
-            of_a[j] = 0;
+            of_a[j] = of_b[j] = mean[j] = 0;
+        if (start + row < stop)
+            get(mean, x, x_at + (ulong)((long)(start + row) * d.x));
         #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-            const bool here = r + k * ROWS < stop;
-            n += here ? 1 : 0;
-            ACC v[VEC];
-            widen(v, of_x[k]);
+        for (int j = 0; j < VEC; ++j)
+            mean[j] *= factor;
+        for (IDX r = start + row; r < stop; r += TURN) {
+            Raw of_x[AT_ONCE];
+            fetch(of_x, x, x_at, d.x, r, last);
             #pragma unroll
-            for (int j = 0; j < VEC; ++j) {
-                const ACC apart = here ? v[j] - mean[j] : 0;
-                of_a[j] += apart;
-                of_b[j] = fma(apart, apart, of_b[j]);
+            for (int k = 0; k < AT_ONCE; ++k) {
+                const bool here = r + k * ROWS < stop;
+                n += here ? 1 : 0;
+                ACC v[VEC];
+                widen(v, of_x[k]);
+                #pragma unroll
+                for (int j = 0; j < VEC; ++j) {
+                    const ACC apart = here ? v[j] * factor - mean[j] : 0;
+                    of_a[j] += apart;
+                    of_b[j] = fma(apart, apart, of_b[j]);
+                }
+            }
+            if (n >= 2 * moved_at) {
+                moved_at = n;
+                #pragma unroll
+                for (int j = 0; j < VEC; ++j) {
+                    // The sum keeps the rounding error of the new mean.
+                    const ACC to = mean[j] + of_a[j] / n, moved = to - mean[j];
+                    of_b[j] = fma(moved, fma(n, moved, -2 * of_a[j]), of_b[j]);
+                    of_a[j] = fma(-n, moved, of_a[j]);
+                    mean[j] = to;
+                }
             }
         }
-        const ACC share = 1 / n;
+        const ACC first_mean = counts ? CAT(load_, A)(x, x_at - c + own + (ulong)((long)start * d.x)) * factor : 0;
+        ACC near[VEC], sums[VEC];
+        #pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            near[j] = 0;
+        if (start < stop)
+            get(near, x, x_at + (ulong)((long)start * d.x));
+        #pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            sums[j] = n > 0 ? fma(mean[j] - near[j] * factor, n, of_a[j]) : 0;
+        OVER_ROWS(sums, above);
+        above /= (ACC)(min(start + chunk, rows) - start);
+        const ACC middle = first_mean + above, rest = above - (middle - first_mean);
+        if (lid < BLOCK) {
+            of_block[lid] = middle;
+            of_block[BLOCK + lid] = rest;
+        }
+        barrier(CLK_LOCAL_MEM_FENCE);
         #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            const ACC moved = of_a[j] * share;
-            mean[j] += moved;
-            of_b[j] = fma(-of_a[j], moved, of_b[j]);
+            const ACC apart = mean[j] - of_block[lane * VEC + j] - of_block[BLOCK + lane * VEC + j];
+            // Without rows the mean is none.
+            sums[j] = n > 0 ? fma(apart, fma(n, apart, 2 * of_a[j]), of_b[j]) : 0;
         }
-    }
-    ACC near[VEC];
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j)
-        near[j] = 0;
-    if (start < stop)
-        get(near, x, x_at + (ulong)((long)start * d.x));
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j)
-        of_a[j] = n > 0 ? (mean[j] - near[j]) * n : 0;
-    OVER_ROWS(of_a, sum_a);
-    if (writes)
-        of_block[lid] = sum_a = sum_a / (ACC)(min(start + chunk, rows) - start) + CAT(load_, A)(x, x_at - c + own + (ulong)((long)start * d.x));
-    barrier(CLK_LOCAL_MEM_FENCE);
-    #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        const ACC apart = mean[j] - of_block[lane * VEC + j];
-        of_b[j] = n > 0 ? fma(apart * apart, n, of_b[j]) : 0; // without rows its mean is none
-    }
-    OVER_ROWS(of_b, sum_b);
+        OVER_ROWS(sums, squares);
+        KEEP(middle, squares, own_factor = factor; sum_a = middle / factor; low = rest / factor; sum_b = squares < 0 ? 0 : squares;)
+    END_OF_FACTORS
 #endif
 #endif
 
 #ifdef PARTS
     if (writes)
+#ifdef BACKWARD
         parts[parts_at + (ulong)slice * channels + own] = (Two)(sum_a, sum_b);
 #else
-    // Forward, results are (x - first number) * second + third; backward x * first + z * second + third.
+        // The root is in range, as the elements are.
+        parts[parts_at + (ulong)slice * channels + own] = (Two)(sum_a, sqrt(sum_b) / own_factor);
+#endif
+#else
+    // Forward, results are (x - first number) * second + third; backward x * first + (z - fourth) * second + third.
     barrier(CLK_LOCAL_MEM_FENCE);
     if (writes) {
         ACC weight = 1;
@@ -204,32 +258,39 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
             sums[sums_at + own] = sum_a;
             sums[sums_at + channels + own] = sum_b;
         }
-        const ACC scale = SCALE(spreads[own]), factor = weight * scale, each = sum_b / (ACC)rows * factor * scale;
+        const ACC scale = scales[own], factor = weight * scale, each = sum_b / (ACC)rows * factor * scale;
         of_block[lid] = factor;
         of_block[BLOCK + lid] = -each;
-        of_block[2 * BLOCK + lid] = each * means[own] - sum_a / (ACC)rows * factor;
+        of_block[2 * BLOCK + lid] = -sum_a / (ACC)rows * factor;
+        of_block[3 * BLOCK + lid] = means[own];
 #else
-        const ACC var = sum_b / (ACC)rows, scale = 1 / sqrt(var + eps);
+        const ACC var = sum_b / (ACC)rows, scale = own_factor / sqrt(var + eps * own_factor * own_factor);
         if (slice == 0) {
             means[own] = sum_a;
-            spreads[own] = SPREAD(var, scale);
+            scales[own] = scale;
+            scales[channels + own] = var / own_factor / own_factor;
         }
         of_block[lid] = sum_a;
         of_block[BLOCK + lid] = weight * scale;
+        of_block[2 * BLOCK + lid] = -low * (weight * scale);
 #ifdef BIAS
-        of_block[2 * BLOCK + lid] = LOAD_WEIGHT(b, b_at + (ulong)((long)own * d.b));
-#else
-        of_block[2 * BLOCK + lid] = 0;
+        of_block[2 * BLOCK + lid] += LOAD_WEIGHT(b, b_at + (ulong)((long)own * d.b));
 #endif
 #endif
     }
     barrier(CLK_LOCAL_MEM_FENCE);
     ACC first_of[VEC], second_of[VEC], third_of[VEC];
+#ifdef BACKWARD
+    ACC fourth_of[VEC];
+#endif
     #pragma unroll
     for (int j = 0; j < VEC; ++j) {
         first_of[j] = of_block[lane * VEC + j];
         second_of[j] = of_block[BLOCK + lane * VEC + j];
         third_of[j] = of_block[2 * BLOCK + lane * VEC + j];
+#ifdef BACKWARD
+        fourth_of[j] = of_block[3 * BLOCK + lane * VEC + j];
+#endif
     }
     // From the last row to the first: the last ones that were read may still be in a cache.
     for (IDX turn = (stop - start + TURN - 1) / TURN; turn > 0; --turn) {
@@ -251,7 +312,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
             #pragma unroll
             for (int j = 0; j < VEC; ++j) {
 #ifdef BACKWARD
-                v[j] = fma(v[j], first_of[j], fma(normal[j], second_of[j], third_of[j]));
+                v[j] = fma(v[j], first_of[j], fma(normal[j] - fourth_of[j], second_of[j], third_of[j]));
 #else
                 v[j] = fma(v[j] - first_of[j], second_of[j], third_of[j]);
 #endif

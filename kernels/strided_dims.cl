@@ -47,33 +47,35 @@ static inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
 // values, then sixteen lanes those of 256, and every lane combines these sixteen. It is unrolled by hand, so that loads overlap, because a
 // macro cannot have a loop pragma. Every work-item of the group must reach it, with lid, lane and scratch[GROUP]; GROUP is at most 1024.
 #ifndef IS_CPU
-#define TAKE(OP, v, at, i)                                                                                             \
+#define TAKE(OP, v, scratch, at, i)                                                                                    \
     if ((i) < lanes)                                                                                                   \
         v = OP(v, scratch[(at) + (i) * step]);
-#define TAKE_15(OP, v, at, by)                                                                                         \
-    TAKE(OP, v, at, by)                                                                                                \
-    TAKE(OP, v, at, 2 * by) TAKE(OP, v, at, 3 * by) TAKE(OP, v, at, 4 * by) TAKE(OP, v, at, 5 * by)                    \
-    TAKE(OP, v, at, 6 * by) TAKE(OP, v, at, 7 * by) TAKE(OP, v, at, 8 * by) TAKE(OP, v, at, 9 * by)                    \
-    TAKE(OP, v, at, 10 * by) TAKE(OP, v, at, 11 * by) TAKE(OP, v, at, 12 * by) TAKE(OP, v, at, 13 * by)                \
-    TAKE(OP, v, at, 14 * by) TAKE(OP, v, at, 15 * by)
-#define FOLD(OP, v)                                                                                                    \
+#define TAKE_15(OP, v, s, at, by)                                                                                      \
+    TAKE(OP, v, s, at, by)                                                                                             \
+    TAKE(OP, v, s, at, 2 * by) TAKE(OP, v, s, at, 3 * by) TAKE(OP, v, s, at, 4 * by) TAKE(OP, v, s, at, 5 * by)        \
+    TAKE(OP, v, s, at, 6 * by) TAKE(OP, v, s, at, 7 * by) TAKE(OP, v, s, at, 8 * by) TAKE(OP, v, s, at, 9 * by)        \
+    TAKE(OP, v, s, at, 10 * by) TAKE(OP, v, s, at, 11 * by) TAKE(OP, v, s, at, 12 * by) TAKE(OP, v, s, at, 13 * by)    \
+    TAKE(OP, v, s, at, 14 * by) TAKE(OP, v, s, at, 15 * by)
+#define FOLD(OP, v) FOLD_IN(OP, v, scratch)
+// FOLD in an array of another name.
+#define FOLD_IN(OP, v, scratch)                                                                                        \
     barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
     scratch[lid] = v;                                                                                                  \
     barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
     if (lanes > 256) {                                                                                                 \
         if (lane < 256) {                                                                                              \
-            TAKE(OP, v, lid, 256) TAKE(OP, v, lid, 512) TAKE(OP, v, lid, 768)                                          \
+            TAKE(OP, v, scratch, lid, 256) TAKE(OP, v, scratch, lid, 512) TAKE(OP, v, scratch, lid, 768)               \
             scratch[lid] = v;                                                                                          \
         }                                                                                                              \
         barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
     }                                                                                                                  \
     if (lanes > 16) {                                                                                                  \
         if (lane < 16) {                                                                                               \
-            TAKE_15(OP, v, lid, 16)                                                                                    \
+            TAKE_15(OP, v, scratch, lid, 16)                                                                           \
             scratch[lid] = v;                                                                                          \
         }                                                                                                              \
         barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
     }                                                                                                                  \
     v = scratch[lid - lane * step];                                                                                    \
-    TAKE_15(OP, v, lid - lane * step, 1)
+    TAKE_15(OP, v, scratch, lid - lane * step, 1)
 #endif

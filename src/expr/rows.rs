@@ -110,8 +110,8 @@ macro_rules! rows {
                 derivative [x / x.hypot(other), other / x.hypot(other)];
             /// The angle of the point (other, x) in radians. PyTorch: `atan2`.
             atan2 (x, other) + atan2_: Float -> Same { x.atan2(other) } { x.atan2(other) } on [-3.0..3.0, -3.0..3.0]
-                derivative [(other.eq(0.0) * x.eq(0.0)).select(0.0, other / (other.square() + x.square())),
-                    (other.eq(0.0) * x.eq(0.0)).select(0.0, -x / (other.square() + x.square()))];
+                derivative [(other.eq(0.0) * x.eq(0.0)).select(0.0, other / x.hypot(other) / x.hypot(other)),
+                    (other.eq(0.0) * x.eq(0.0)).select(0.0, -x / x.hypot(other) / x.hypot(other))];
             /// `log(exp(x) + exp(other))` without overflow. PyTorch: `logaddexp`.
             logaddexp (x, other): Float -> Same
                 { x.logaddexp(other) } { (x.exp() + other.exp()).ln() } on [-3.0..3.0, -3.0..3.0];
@@ -243,10 +243,10 @@ macro_rules! rows {
             tanh (x) + tanh_: Float -> Same { x.tanh() } { x.tanh() } on [-4.0..4.0];
             /// The inverse hyperbolic sine. PyTorch: `asinh`.
             asinh (x) + asinh_: Float -> Same { x.asinh() } { x.asinh() } on [-4.0..4.0]
-                derivative [(x.square() + 1.0).rsqrt()];
+                derivative [1.0 / x.hypot(1.0)];
             /// The inverse hyperbolic cosine. PyTorch: `acosh`.
             acosh (x) + acosh_: Float -> Same { x.acosh() } { x.acosh() } on [1.1..9.0]
-                derivative [((x - 1.0) * (x + 1.0)).rsqrt()];
+                derivative [(x - 1.0).rsqrt() * (x + 1.0).rsqrt()];
             /// The inverse hyperbolic tangent. PyTorch: `atanh`.
             atanh (x) + atanh_: Float -> Same { x.atanh() } { x.atanh() } on [-0.9..0.9]
                 derivative [((1.0 - x) * (1.0 + x)).recip()];

@@ -12,13 +12,7 @@ pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) ->
 /// The norm of all elements, in f32 at least.
 fn norm(t: &Tensor, p: f64) -> Result<Tensor> {
     let t = if t.dtype() == DType::F64 { t.shallow_clone() } else { t.to_dtype(DType::F32)? };
-    if p == 2.0 {
-        t.norm((), false)
-    } else if p == f64::INFINITY {
-        t.abs()?.max((), false)
-    } else {
-        t.abs()?.pow_scalar(p)?.sum((), false)?.pow_scalar(1.0 / p)
-    }
+    t.vector_norm(p, (), false)
 }
 
 /// Scales the gradients of `parameters` down so that their norm, taken over all of them as if they were one vector, is at most

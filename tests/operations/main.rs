@@ -17,6 +17,7 @@ mod indexing_edges;
 mod matmul;
 mod memory_formats;
 mod numbers;
+mod moments;
 mod one_row;
 mod programs;
 mod random;

@@ -56,7 +56,8 @@ combines! {
 }
 
 macro_rules! in_vectors {
-    ($name:ident, $map:ident, $total:ident, $t:ident, $vectors:ident, $splat:ident, $join:ident) => {
+    ($name:ident, $map:ident, $total:ident, $above:ident, $t:ident, $vectors:ident, $splat:ident, $join:ident,
+     $sub:ident, $mul_add:ident) => {
         #[inline(always)]
         fn $name<K: Combine, V: Simd>(simd: V, elements: &[$t]) -> $t {
             let (vectors, rest) = V::$vectors(elements);
@@ -102,6 +103,29 @@ macro_rules! in_vectors {
             total
         }
 
+        /// [`sums_above`] of this type.
+        #[inline(always)]
+        fn $above<V: Simd>(simd: V, x: &[$t], mean: $t) -> [$t; 2] {
+            let (vectors, rest) = V::$vectors(x);
+            let near = simd.$splat(mean);
+            let (mut sums, mut squares) = ([simd.$splat(0.0); SIDE], [simd.$splat(0.0); SIDE]);
+            let (whole, last) = vectors.as_chunks::<{ SIDE / 2 }>();
+            for chunk in whole {
+                for ((sum, square), x) in sums.iter_mut().zip(&mut squares).zip(chunk) {
+                    let above = simd.$sub(*x, near);
+                    *sum = Add::$join(simd, *sum, above);
+                    *square = simd.$mul_add(above, above, *square);
+                }
+            }
+            for ((sum, square), x) in sums.iter_mut().zip(&mut squares).zip(last) {
+                let above = simd.$sub(*x, near);
+                *sum = Add::$join(simd, *sum, above);
+                *square = simd.$mul_add(above, above, *square);
+            }
+            let totals = [$total::<Add, V>(simd, sums), $total::<Add, V>(simd, squares)];
+            rest.iter().map(|x| x - mean).fold(totals, |[sum, square], above| [sum + above, square + above * above])
+        }
+
         /// All lanes of all accumulators as one.
         #[inline(always)]
         fn $total<K: Combine, V: Simd>(simd: V, mut sums: [V::$join; SIDE]) -> $t {
@@ -123,8 +147,8 @@ macro_rules! in_vectors {
     };
 }
 
-in_vectors!(fold_f32, map_f32, lanes_f32, f32, as_simd_f32s, splat_f32s, f32s);
-in_vectors!(fold_f64, map_f64, lanes_f64, f64, as_simd_f64s, splat_f64s, f64s);
+in_vectors!(fold_f32, map_f32, lanes_f32, above_f32, f32, as_simd_f32s, splat_f32s, f32s, sub_f32s, mul_add_f32s);
+in_vectors!(fold_f64, map_f64, lanes_f64, above_f64, f64, as_simd_f64s, splat_f64s, f64s, sub_f64s, mul_add_f64s);
 
 /// All elements as one; a sum of n f32 is off by at most n / 32 + 20 roundings of the sum of magnitudes where vectors
 /// have four lanes, less where they are wider. To be called where code is compiled for `V`.
@@ -150,6 +174,19 @@ pub(crate) fn fold_map<K: Combine, C: Number, V: Simd>(simd: V, x: &[C], y: &[C]
         total = K::combine(total, part);
     }
     total
+}
+
+/// The sums of the floats' differences from `mean`, and of the squares of these, of long slices in parts of [`PART`] elements.
+#[inline(always)]
+pub(crate) fn sums_above<C: Number, V: Simd>(simd: V, x: &[C], mean: C) -> [C; 2] {
+    x.chunks(PART).fold([Add::neutral(); 2], |[sum, square], x| {
+        let part: [C; 2] = match C::COMPUTE {
+            Compute::F64 => bytemuck::cast(above_f64(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
+            Compute::F32 => bytemuck::cast(above_f32(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
+            Compute::I64 => unreachable!("integers are not normalised"),
+        };
+        [sum.add(part[0]), square.add(part[1])]
+    })
 }
 
 vectorised! {

@@ -78,7 +78,7 @@ impl Backend for Cpu {
             counted(triangle::zeroed(x, from, to).map(Some));
         gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = counted(gemm::run(product, shape, outs));
         reduce(reduction: &Reduction) -> Result<()> =
-            counted(reduce::run(reduction.rule, reduction.x, &reduction.plan(), reduction.out));
+            counted(reduce::run(reduction));
         scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
             counted(scan::run(scan, x, d, values, indices));
         sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =

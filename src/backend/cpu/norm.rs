@@ -4,7 +4,7 @@
 use pulp::{Arch, Simd, WithSimd};
 use smallvec::SmallVec;
 
-use crate::backend::cpu::accumulate::{Add, fold_in, fold_map};
+use crate::backend::cpu::accumulate::{Add, fold_in, fold_map, sums_above};
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::map;
 use crate::backend::cpu::norm_channels as channels;
@@ -13,6 +13,7 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::map::{Formulas, Params};
 use crate::backend::problem::norm::{Normalisation, unbind};
+use crate::backend::problem::reduction::SafeRange;
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::storage::with_host;
@@ -100,32 +101,40 @@ fn factor<'b, C: Number>(operand: &'b mut Option<RowOperand<'_, C>>, r: usize) -
     operand.as_mut().map_or(Factor::Nothing, |operand| operand.factor(r))
 }
 
-/// What a row is multiplied by, from the second number of its statistics.
-#[inline(always)]
-pub(super) fn scale_of<C: Number>(spread: C, eps: C, rstd: bool) -> C {
-    if rstd { spread } else { C::from_i32(1).div(spread.add(eps).sqrt()) }
-}
+/// The statistics of a row, as [`Normalisation::statistics`] has them.
+type Statistics<C> = [C; 3];
 
 vectorised! {
-    /// One row; gives its statistics: the mean, and the variance or where `rstd` says so the scale.
-    fn forward<'a, C: Number>(
-        simd: S, x: &'a [C], y: &'a mut [C], weight: Factor<'a, C>, bias: Factor<'a, C>, eps: C, rms: bool, rstd: bool
-    ) -> [C; 2] {
+    /// One row, and its statistics. The last number is the factor of elements whose plain moments left the range of `C`, else 1.
+    fn forward_plain<'a, C: Number>(
+        simd: S, x: &'a [C], y: &'a mut [C], weight: Factor<'a, C>, bias: Factor<'a, C>, eps: C, rms: bool
+    ) -> (Statistics<C>, f64) {
         use Factor::{Each, Runs};
-        let n = C::from_i64(x.len() as i64);
-        let mean = if rms { C::from_i32(0) } else { fold_in::<Add, C, S>(simd, x).div(n) };
-        let var = fold_map::<Add, C, S>(simd, x, x, |x, _| x.sub(mean).mul(x.sub(mean))).div(n);
-        let scale = scale_of(var, eps, false);
+        let (zero, n) = (C::from_i32(0), C::from_i64(x.len() as i64));
+        let mean = if rms { zero } else { fold_in::<Add, C, S>(simd, x).div(n) };
+        // The mean is `mean + low`.
+        let [sum, squares] = sums_above::<C, S>(simd, x, mean);
+        let low = if rms { zero } else { sum.div(n) };
+        let squares = if rms { squares } else { squares.sub(sum.mul(low)) };
+        let squares = if squares < zero { zero } else { squares };
+        let range = SafeRange::of(C::COMPUTE);
+        // Squares that vanish do not matter beside eps.
+        let factor = match range.factor(mean.to_f64(), false) {
+            1.0 => range.factor(squares.to_f64(), eps.to_f64() < range.least),
+            factor => factor,
+        };
+        let var = squares.div(n);
+        let scale = C::from_i32(1).div(var.add(eps).sqrt());
         match (weight, bias) {
             (Each(w), Each(b)) => {
                 let xs = x.iter().zip(w).zip(b);
-                y.iter_mut().zip(xs).for_each(|(y, ((x, w), b))| *y = x.sub(mean).mul(scale).mul(*w).add(*b));
+                y.iter_mut().zip(xs).for_each(|(y, ((x, w), b))| *y = x.sub(mean).sub(low).mul(scale).mul(*w).add(*b));
             }
             (Each(w), _) => {
-                y.iter_mut().zip(x.iter().zip(w)).for_each(|(y, (x, w))| *y = x.sub(mean).mul(scale).mul(*w));
+                y.iter_mut().zip(x.iter().zip(w)).for_each(|(y, (x, w))| *y = x.sub(mean).sub(low).mul(scale).mul(*w));
             }
             (_, Each(b)) => {
-                y.iter_mut().zip(x.iter().zip(b)).for_each(|(y, (x, b))| *y = x.sub(mean).mul(scale).add(*b))
+                y.iter_mut().zip(x.iter().zip(b)).for_each(|(y, (x, b))| *y = x.sub(mean).sub(low).mul(scale).add(*b))
             }
             _ => {
                 let runs = [weight, bias].map(|t| if let Runs(t) = t { t } else { &[] });
@@ -133,12 +142,24 @@ vectorised! {
                 for (i, (x, y)) in x.chunks(run).zip(y.chunks_mut(run)).enumerate() {
                     let of = |runs: &[C]| runs.get(i % runs.len().max(1)).copied();
                     let scale = of(runs[0]).map_or(scale, |w| scale.mul(w));
-                    shift_in(x, y, mean, scale, of(runs[1]));
+                    shift_in(x, y, [mean, low], scale, of(runs[1]));
                 }
             }
         }
-        [mean, if rstd { scale } else { var }]
+        ([mean.add(low), scale, var], factor)
     }
+}
+
+/// One row, and its statistics. Moments that overflow or vanish are those of elements times a power of two.
+fn forward<C: Number>(x: &[C], y: &mut [C], weight: Factor<C>, bias: Factor<C>, eps: C, rms: bool) -> Statistics<C> {
+    let (statistics, factor) = forward_plain(x, &mut *y, weight, bias, eps, rms);
+    if factor == 1.0 {
+        return statistics;
+    }
+    let factor = C::from_f64(factor);
+    let scaled: Vec<C> = x.iter().map(|x| x.mul(factor)).collect();
+    let ([mean, scale, var], _) = forward_plain(&scaled, y, weight, bias, eps.mul(factor).mul(factor), rms);
+    [mean.div(factor), scale.mul(factor), var.div(factor).div(factor)]
 }
 
 /// Rows whose gradient one job computes, of `n` elements each; at least a few where their columns are added up, for what is left
@@ -208,32 +229,35 @@ impl<C: Number> WithSimd for Backward<'_, C> {
     }
 }
 
-/// Some rows of the result, the first of which is `first`, and two numbers for each.
+/// Some rows of the result, the first of which is `first`, and two or three numbers for each.
 struct NormPart<'a, C> {
     first: usize,
     y: &'a mut [u8],
-    numbers: [&'a mut [C]; 2],
+    numbers: SmallVec<[&'a mut [C]; 3]>,
 }
 
 impl<C: Number> NormPart<'_, C> {
-    /// Computes rows of `n` elements by `f`, of the row's number and its elements; gives the two numbers.
-    fn each(self, y: &Tensor, n: usize, mut f: impl FnMut(usize, &mut [C]) -> [C; 2]) {
-        let [a, b] = self.numbers;
+    /// Computes rows of `n` elements by `f`, of the row's number and its elements; gives the numbers.
+    fn each<const N: usize>(mut self, y: &Tensor, n: usize, mut f: impl FnMut(usize, &mut [C]) -> [C; N]) {
         let mut buffer = Vec::new();
-        for (k, (a, b)) in a.iter_mut().zip(b).enumerate() {
-            if y.dtype == C::COMPUTE.dtype() {
+        for k in 0..self.numbers[0].len() {
+            let plain = y.dtype == C::COMPUTE.dtype();
+            let made = if plain {
                 let out: &mut [C] = bytemuck::cast_slice_mut(self.y);
-                [*a, *b] = f(self.first + k, &mut out[k * n..][..n]);
-                continue;
+                f(self.first + k, &mut out[k * n..][..n])
+            } else {
+                buffer.resize(n, C::from_i32(0));
+                f(self.first + k, &mut buffer)
+            };
+            self.numbers.iter_mut().zip(made).for_each(|(numbers, number)| numbers[k] = number);
+            if !plain {
+                store_tile(y.dtype, &buffer, self.y, (k * n) as _, 1);
             }
-            buffer.resize(n, C::from_i32(0));
-            [*a, *b] = f(self.first + k, &mut buffer);
-            store_tile(y.dtype, &buffer, self.y, (k * n) as _, 1);
         }
     }
 }
 
-/// What is written beside the result, two numbers for each row: the statistics, in backward sums, wanted or not.
+/// The tensor of numbers for each row that a norm writes beside the result: the statistics, in backward two sums, wanted or not.
 fn numbers<C: Number>(rows: &Normalisation) -> Result<Tensor> {
     match (rows.z, rows.sums) {
         (None, _) => Ok(rows.statistics.detach()),
@@ -260,16 +284,20 @@ fn in_order<C: Number>(rows: &Normalisation) -> Result<()> {
         let (out, others) = writes.split_first_mut().expect("the result");
         let (numbers, columns) = others.split_first_mut().expect("the numbers");
         let out = &mut out[y.layout.offset * size..][..count * n * size];
-        let (a, b) = numbers.split_at_mut(count * each);
         let rows_in_job = rows_in_job(n, rows.columns.is_some());
-        let mut parts: SmallVec<[&mut [u8]; 4]> = SmallVec::from_iter([out, a, b]);
+        let mut parts: SmallVec<[&mut [u8]; 4]> = SmallVec::from_iter([out]);
+        parts.extend(numbers.chunks_mut(count * each));
+        let of_numbers = parts.len() - 1;
         parts.extend(columns.iter_mut().map(|columns| &mut **columns));
-        let sizes = [rows_in_job * n * size, rows_in_job * each, rows_in_job * each, 2 * n * each];
+        let mut sizes: SmallVec<[usize; 4]> = SmallVec::from_elem(rows_in_job * each, parts.len());
+        sizes[0] = rows_in_job * n * size;
+        sizes.iter_mut().skip(1 + of_numbers).for_each(|size| *size = 2 * n * each);
         parallel::for_each_chunks(&mut parts, &sizes, |i, parts| {
-            let [y_part, a, b, columns @ ..] = parts else { unreachable!("three at least are partitioned") };
+            let (y_part, parts) = parts.split_first_mut().expect("the result");
+            let (numbers, columns) = parts.split_at_mut(of_numbers);
             let columns: &mut [C] = columns.first_mut().map_or(&mut [], |bytes| bytemuck::cast_slice_mut(bytes));
             columns.fill(C::from_i32(0));
-            let numbers = [&mut **a, &mut **b].map(bytemuck::cast_slice_mut::<u8, C>);
+            let numbers = numbers.iter_mut().map(|numbers| bytemuck::cast_slice_mut(numbers)).collect();
             let part = NormPart { first: i * rows_in_job, y: y_part, numbers };
             let mut x = RowOperand::<C>::new(rows.x, reads[0]);
             let mut weight = rows.weight.map(|t| RowOperand::<C>::new(t, reads[2]));
@@ -277,14 +305,14 @@ fn in_order<C: Number>(rows: &Normalisation) -> Result<()> {
                 let mut bias = rows.bias.map(|t| RowOperand::<C>::new(t, reads[3]));
                 return part.each(y, n, |r, y| {
                     let (weight, bias) = (factor(&mut weight, r), factor(&mut bias, r));
-                    forward(x.row(r), y, weight, bias, eps, rows.rms, rows.rstd)
+                    forward(x.row(r), y, weight, bias, eps, rows.rms)
                 });
             };
             let mut z = RowOperand::<C>::new(z, reads[1]);
-            let (means, spreads) = bytemuck::cast_slice::<u8, C>(reads[4]).split_at(count);
+            let (means, scales) = bytemuck::cast_slice::<u8, C>(reads[4]).split_at(count);
             let mut weighted = Vec::new();
             part.each(y, n, |r, dz| {
-                let (weight, mean, scale) = (factor(&mut weight, r), means[r], scale_of(spreads[r], eps, rows.rstd));
+                let (weight, mean, scale) = (factor(&mut weight, r), means[r], scales[r]);
                 let (g, z, weighted, columns) = (x.row(r), z.row(r), &mut weighted, &mut *columns);
                 Arch::new().dispatch(Backward { g, z, dz, weighted, weight, columns, mean, scale, rms: rows.rms })
             });
@@ -292,47 +320,45 @@ fn in_order<C: Number>(rows: &Normalisation) -> Result<()> {
     })
 }
 
-/// Two numbers for each row, the second ones after all first ones.
-fn each_row<C: Number>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; 2] + Sync) {
+/// Numbers for each row of `n` elements, all first ones before all second ones.
+fn each_row<const N: usize, C: Number>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; N] + Send + Sync) {
     let to: &mut [C] = bytemuck::cast_slice_mut(to);
-    let (first, second) = to.split_at_mut(to.len() / 2);
-    let mut rows: Vec<(&mut C, &mut C)> = first.iter_mut().zip(second).collect();
-    let fill = |r: usize, (first, second): &mut (&mut C, &mut C)| [**first, **second] = f(r);
-    match rows.len() * n <= JOB {
-        true => rows.iter_mut().enumerate().for_each(|(r, row)| fill(r, row)),
-        false => parallel::for_each(&mut rows, fill),
-    }
+    let count = to.len() / N;
+    let made = parallel::map(count, (JOB / n).max(1), f);
+    to.iter_mut().enumerate().for_each(|(i, to)| *to = made[i % count][i / count]);
 }
 
 /// Where they do not.
 fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
     let numbers = numbers::<C>(rows)?;
-    let (eps, rms, rstd) = (C::from_f64(rows.eps), rows.rms, rows.rstd);
+    let (eps, rms) = (C::from_f64(rows.eps), rows.rms);
     let reads = [rows.x, rows.z.unwrap_or(rows.x), rows.statistics];
     let read = if rows.z.is_some() { 3 } else { 2 };
     with_host(&reads.map(|t| &t.storage)[..read], &[&numbers.storage], |reads, writes| {
-        each_row::<C>(&mut *writes[0], rows.len(), |r| {
-            let mut x = RowOperand::new(rows.x, reads[0]);
-            let (x, y, weight, bias) = (x.row(r), &mut [][..], Factor::Nothing, Factor::Nothing);
-            let Some(z) = rows.z else { return forward(x, y, weight, bias, eps, rms, rstd) };
-            let (means, spreads) = bytemuck::cast_slice::<u8, C>(reads[2]).split_at(rows.count());
-            let (mut z, weighted, columns) = (RowOperand::new(z, reads[1]), &mut Vec::new(), &mut [][..]);
-            let (mean, scale) = (means[r], scale_of(spreads[r], eps, rstd));
-            Arch::new().dispatch(Backward { g: x, z: z.row(r), dz: y, weighted, weight, columns, mean, scale, rms })
+        let Some(z) = rows.z else {
+            return each_row(&mut *writes[0], rows.len(), |r| {
+                let mut x = RowOperand::<C>::new(rows.x, reads[0]);
+                forward(x.row(r), &mut [], Factor::Nothing, Factor::Nothing, eps, rms)
+            });
+        };
+        let (means, scales) = bytemuck::cast_slice::<u8, C>(reads[2]).split_at(rows.count());
+        each_row(&mut *writes[0], rows.len(), |r| {
+            let (mut x, mut z) = (RowOperand::new(rows.x, reads[0]), RowOperand::new(z, reads[1]));
+            let (weight, weighted, columns, dz) = (Factor::Nothing, &mut Vec::new(), &mut [][..], &mut [][..]);
+            let (mean, scale) = (means[r], scales[r]);
+            Arch::new().dispatch(Backward { g: x.row(r), z: z.row(r), dz, weighted, weight, columns, mean, scale, rms })
         });
     })?;
-    let [mean, spread] = &unbind("norm", rows.statistics)?;
-    let of_channels = [Some(mean), Some(spread), rows.weight, rows.bias];
-    if rows.z.is_none() && channels::into(rows.x, rows.y, of_channels, rows.eps, rstd)? {
+    let [mean, scale] = &unbind("norm", rows.statistics)?;
+    let of_channels = [Some(mean), Some(scale), rows.weight, rows.bias];
+    if rows.z.is_none() && channels::into(rows.x, rows.y, of_channels, rows.eps, true)? {
         return Ok(());
     }
-    let scalars = [Scalar::Float(rows.eps), Scalar::Float(1.0 / rows.len() as f64)];
-    let params = Params::of(&scalars);
-    let (x, scale) =
-        (Expr::input, |i: usize| if rstd { Expr::input(i) } else { (Expr::input(i) + Expr::scalar(0)).rsqrt() });
+    let scalars = [Scalar::Float(1.0 / rows.len() as f64)];
+    let (params, x) = (Params::of(&scalars), Expr::input);
     let Some(z) = rows.z else {
-        let mut inputs = vec![rows.x, mean, spread];
-        let mut result = (x(0) - x(1)) * scale(2);
+        let mut inputs = vec![rows.x, mean, scale];
+        let mut result = (x(0) - x(1)) * x(2);
         if let Some(weight) = rows.weight {
             result = result * x(inputs.len());
             inputs.push(weight);
@@ -345,15 +371,15 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
         return map::formulas(&Formulas { op: "norm", inputs, params, exprs, outputs });
     };
     let [sum, product] = &unbind("norm", &numbers)?;
-    let mut inputs = vec![rows.x, z, mean, spread, sum, product];
+    let mut inputs = vec![rows.x, z, mean, scale, sum, product];
     // The sums are without the weight, which is one for a row.
-    let (mut grad, mut share) = (x(0), Expr::scalar(1));
+    let (mut grad, mut share) = (x(0), Expr::scalar(0));
     if let Some(weight) = rows.weight {
         (grad, share) = (grad * x(6), share * x(6));
         inputs.push(weight);
     }
-    let normal = (x(1) - x(2)) * scale(3);
+    let normal = (x(1) - x(2)) * x(3);
     let less = if rows.rms { grad } else { grad - x(4) * &share };
-    let result = (less - normal * x(5) * share) * scale(3);
+    let result = (less - normal * x(5) * share) * x(3);
     map::formulas(&Formulas { op: "norm", inputs: &inputs, params, exprs: &[result], outputs: &[rows.y] })
 }

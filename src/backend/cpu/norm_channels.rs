@@ -4,7 +4,6 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::interpreter::TILE;
-use crate::backend::cpu::norm::scale_of;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::norm::{Channels, View, broadcast_view};
@@ -18,20 +17,25 @@ const JOB: usize = 1 << 14;
 /// Elements of a channel that lie side by side, at least.
 const RUN: usize = 16;
 
-/// `y = (x - mean) * scale + shift`.
+/// `y = (x - mean) * scale + shift`, by a mean that is the sum of two numbers.
 #[inline(always)]
-pub(crate) fn shift_in<C: Number>(x: &[C], y: &mut [C], mean: C, scale: C, shift: Option<C>) {
+pub(crate) fn shift_in<C: Number>(x: &[C], y: &mut [C], [mean, low]: [C; 2], scale: C, shift: Option<C>) {
     match shift {
-        Some(shift) => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).mul(scale).add(shift)),
-        None => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).mul(scale)),
+        Some(shift) => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).sub(low).mul(scale).add(shift)),
+        None => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).sub(low).mul(scale)),
     }
 }
 
 vectorised! {
     /// [`shift_in`] with the vectors that the processor has.
     fn shift<'a, C: Number>(_simd: S, x: &'a [C], y: &'a mut [C], mean: C, scale: C, shift: Option<C>) {
-        shift_in(x, y, mean, scale, shift);
+        shift_in(x, y, [mean, C::from_i32(0)], scale, shift);
     }
+}
+
+/// The factor of a channel, from its variance or, with `rstd`, as it is.
+fn scale_of<C: Number>(spread: C, eps: C, rstd: bool) -> C {
+    if rstd { spread } else { C::from_i32(1).div(spread.add(eps).sqrt()) }
 }
 
 /// The batch norm of `[N, C, ..]` by such numbers; None where it does not lie for [`into`].
@@ -49,8 +53,8 @@ pub(crate) fn normalised(x: &Tensor, numbers: Channels, eps: f64) -> Result<Opti
     Ok(done.then_some(out))
 }
 
-/// As [`Normalisation`](crate::backend::problem::Normalisation) has them, each of four dims; whether x and y, of the type that is computed in, lie as a
-/// contiguous batch does, else nothing is done.
+/// Normalises x, of four dims, by mean, variance (with `rstd` its inverse root), weight and bias. False, and nothing is done, unless x and y
+/// are contiguous batches of the type that is computed in.
 pub(crate) fn into(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64, rstd: bool) -> Result<bool> {
     match x.dtype.compute() {
         Compute::F64 => into_as::<f64>(x, y, numbers, eps, rstd),

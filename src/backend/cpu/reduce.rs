@@ -10,12 +10,12 @@ use crate::backend::cpu::convert::{load_tile, read, store_tile};
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
-use crate::backend::problem::reduction::{Combination, Element, ReductionPlan, Rule};
+use crate::backend::problem::reduction::{Combination, Element, Reduction, ReductionPlan, Rescaled, Rule, SafeRange};
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::storage::with_host;
-use crate::{Compute, DType, Result, Scalar, Tensor};
+use crate::{Compute, DType, Result, Scalar};
 
 /// Elements a slice of one result has: partial results keep rounding small and give threads work.
 const SLICE: usize = 1 << 16;
@@ -32,9 +32,11 @@ const JOB: usize = 1 << 15;
 /// The formula whose results are accumulated as they are computed.
 static SQUARE: LazyLock<Expr> = LazyLock::new(|| Expr::input(0).square());
 
-pub(crate) fn run(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor) -> Result<()> {
+pub(crate) fn run(reduction: &Reduction) -> Result<()> {
+    let Reduction { rule, x: t, out, number, .. } = *reduction;
+    let plan = &reduction.plan();
     with_host(&[&t.storage], &[&out.storage], |reads, writes| {
-        let job = ReductionJob { rule, dtype: t.dtype, bytes: reads[0], plan };
+        let job = ReductionJob { rule, dtype: t.dtype, bytes: reads[0], plan, number };
         let (to, start) = (&mut *writes[0], out.layout.offset);
         match (t.dtype.compute(), rule.accumulator(t.dtype)) {
             (Compute::F32, Compute::I64) => job.run::<f32, i64>(out.dtype, to, start),
@@ -54,25 +56,29 @@ struct ReductionJob<'a> {
     dtype: DType,
     bytes: &'a [u8],
     plan: &'a ReductionPlan,
+    number: f64,
 }
 
 impl ReductionJob<'_> {
     /// Elements are computed in `C` and accumulated in `S`, which is `C` or i64.
     fn run<C: Number, S: Number>(&self, out_dtype: DType, out: &mut [u8], start: usize) {
-        let ReductionJob { rule, dtype, bytes, plan } = *self;
+        let ReductionJob { rule, dtype, bytes, plan, .. } = *self;
         let squares = matches!(&rule.element, Element::Of(formula) if *formula == *SQUARE);
         let in_place = (rule.element == Element::Itself || squares) && dtype == S::COMPUTE.dtype();
         let elements = if in_place { bytemuck::cast_slice(bytes) } else { &[] };
         let mut reduced = |load: Load<S>| {
             let source = Source { plan, load, elements, squares };
-            let finish = |results: Vec<S>| match &rule.finish {
-                Some(finish) => evaluated(finish, plan.n, &results),
-                None => results,
-            };
+            let finish = |results: Vec<S>| self.finished(&results).unwrap_or(results);
             match rule.combination {
                 Combination::ArgMax => store_tile(out_dtype, &source.arg::<Max>(), out, start as _, 1),
                 Combination::ArgMin => store_tile(out_dtype, &source.arg::<Min>(), out, start as _, 1),
-                Combination::Add => store_tile(out_dtype, &finish(source.reduce::<Add>()), out, start as _, 1),
+                Combination::Add => {
+                    let sums = source.reduce::<Add>();
+                    let again = rule.rescaled.map(|rescaled| self.rescaled(rescaled, &sums)).unwrap_or_default();
+                    let mut results = finish(sums);
+                    again.into_iter().for_each(|(o, result)| results[o] = result);
+                    store_tile(out_dtype, &results, out, start as _, 1);
+                }
                 Combination::Mul => store_tile(out_dtype, &finish(source.reduce::<Mul>()), out, start as _, 1),
                 Combination::Max => store_tile(out_dtype, &finish(source.reduce::<Max>()), out, start as _, 1),
                 Combination::Min => store_tile(out_dtype, &finish(source.reduce::<Min>()), out, start as _, 1),
@@ -103,6 +109,41 @@ impl ReductionJob<'_> {
     }
 }
 
+impl ReductionJob<'_> {
+    /// The formula of each result, where the rule has one.
+    fn finished<S: Number>(&self, results: &[S]) -> Option<Vec<S>> {
+        Some(evaluated(self.rule.finish.as_ref()?, self.number, results))
+    }
+
+    /// The results whose sums left the range of `S`, by sums of elements times a power of two.
+    fn rescaled<S: Number>(&self, rescaled: Rescaled, sums: &[S]) -> Vec<(usize, S)> {
+        let (range, squares, plan) = (SafeRange::of(S::COMPUTE), rescaled.squares(), self.plan);
+        let mut made = Vec::new();
+        for factor in [range.down, range.up] {
+            let needs = |o: &usize| range.factor(sums[*o].to_f64(), squares) == factor;
+            let which: Vec<usize> = (0..sums.len()).filter(needs).collect();
+            let factor = S::from_f64(factor);
+            let load = |at: isize, stride: isize, out: &mut [S]| {
+                load_tile(self.dtype, self.bytes, at as usize, stride, out);
+                out.iter_mut().for_each(|x| *x = x.mul(factor));
+                if squares {
+                    out.iter_mut().for_each(|x| *x = x.mul(*x));
+                }
+            };
+            let source = Source { plan, load: &load, elements: &[], squares: false };
+            let slices = plan.n.div_ceil(SLICE);
+            let partial = source.items(which.len() * slices, SLICE.min(plan.n), |item| {
+                let slice = item % slices;
+                source.line::<Add>(which[item / slices], slice * SLICE, plan.n.min((slice + 1) * SLICE))
+            });
+            let results = self.finished(&merge::<Add, S>(partial, which.len(), slices)).unwrap_or_default();
+            let undone = |x: S| if rescaled == Rescaled::Variance { x.div(factor).div(factor) } else { x.div(factor) };
+            made.extend(which.into_iter().zip(results.into_iter().map(undone)));
+        }
+        made
+    }
+}
+
 /// The program of one input over a tile.
 fn eval<C: Number>(program: &Program, values: &[C], scalars: &[Scalar], out: &mut [C]) {
     let inputs = [TileIn::Slice(values)];
@@ -110,12 +151,12 @@ fn eval<C: Number>(program: &Program, values: &[C], scalars: &[Scalar], out: &mu
     program.eval_tile(&tile, &mut Scratch::new(), &mut [out]);
 }
 
-/// A formula of each result and of the number of elements.
-fn evaluated<S: Number>(finish: &Expr, n: usize, results: &[S]) -> Vec<S> {
+/// A formula of each result and of [`Reduction::number`].
+fn evaluated<S: Number>(finish: &Expr, number: f64, results: &[S]) -> Vec<S> {
     let program = Program::kept(std::slice::from_ref(finish));
     let mut out = vec![S::from_i32(0); results.len()];
     for (out, results) in out.chunks_mut(TILE).zip(results.chunks(TILE)) {
-        eval(program, results, &[Scalar::Float(n as f64)], out);
+        eval(program, results, &[Scalar::Float(number)], out);
     }
     out
 }

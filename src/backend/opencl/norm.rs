@@ -12,12 +12,14 @@ use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::norm_channels;
 use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{Normalisation, Views};
+use crate::backend::problem::reduction::SafeRange;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::tensor::Layout;
 use crate::{Compute, Result, Tensor};
 
-const TEMPLATE: &str = include_str!("../../../kernels/norm.cl");
+const TEMPLATE: &str =
+    concat!(include_str!("../../../kernels/norm.cl"), include_str!("../../../kernels/norm_processor.cl"));
 
 /// What is ahead of templates of norms, after [`NEIGHBOURS`]; made with the names that [`names`] gives.
 pub(super) const ARGUMENTS: &str = include_str!("../../../kernels/norm_arguments.cl");
@@ -56,15 +58,15 @@ pub(crate) fn forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn(
 /// What a kernel is made with besides types and sizes, a bit each.
 pub(super) fn switches(rows: &Normalisation) -> u64 {
     let given = [rows.z, rows.weight, rows.bias, rows.sums, rows.columns].map(|t| t.is_some());
-    let numbers = [rows.variance.is_some(), rows.variance == Some(true), rows.rms, rows.rstd];
+    let numbers = [rows.variance.is_some(), rows.variance == Some(true), rows.rms];
     given.into_iter().chain(numbers).fold(0, |bits, on| bits << 1 | u64::from(on))
 }
 
 /// What [`ARGUMENTS`] asks by name whether it is there.
 pub(super) fn names(rows: &Normalisation) -> impl Iterator<Item = &'static str> {
     let given = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
-    let names = ["BACKWARD", "WEIGHT", "BIAS", "WEIGHTED_ROWS", "RSTD"];
-    names.into_iter().zip(given.into_iter().chain([rows.rstd])).filter(|(_, on)| *on).map(|(name, _)| name)
+    let names = ["BACKWARD", "WEIGHT", "BIAS", "WEIGHTED_ROWS"];
+    names.into_iter().zip(given).filter(|(_, on)| *on).map(|(name, _)| name)
 }
 
 /// How a GPU goes through the rows.
@@ -225,7 +227,7 @@ fn kernel_launch(
         let on = names(rows).chain(own.into_iter().filter(|(_, on)| *on).map(|(name, _)| name));
         let defines: String = on.map(|name| format!("#define {name}\n")).collect();
         let spread = schedule.map_or_else(|| vector_defines(dtype, 1), |schedule| schedule.defines(rows));
-        let types = types(dtype, wide) + &format!("#define W {weights}\n");
+        let types = types(dtype, wide) + &SafeRange::defines(dtype.compute()) + &format!("#define W {weights}\n");
         types + &spread + &defines + STRIDED_DIMS + NEIGHBOURS + ARGUMENTS + TEMPLATE
     })?;
     let dims = rows.x.shape().dims();
@@ -264,8 +266,8 @@ pub(crate) fn variance(x: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Re
     let y = out.with_layout(Layout { offset: out.layout.offset, ..Layout::contiguous(shape) });
     let (z, weight, bias, sums, columns) = Default::default();
     // The kernel writes no statistics.
-    let (statistics, eps, variance, rms, rstd) = (&y, freedom, Some(root), false, false);
-    let rows = Normalisation { x, y: &y, z, weight, bias, statistics, rstd, sums, columns, eps, rms, variance };
+    let (statistics, eps, variance, rms) = (&y, freedom, Some(root), false);
+    let rows = Normalisation { x, y: &y, z, weight, bias, statistics, sums, columns, eps, rms, variance };
     run(&rows)?;
     out.storage.bump_version();
     Ok(true)

@@ -7,6 +7,7 @@ use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::norm::{ARGUMENTS, names, switches};
 use crate::backend::problem::norm::Normalisation;
+use crate::backend::problem::reduction::SafeRange;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::{Compute, Result, Tensor};
@@ -114,7 +115,8 @@ impl Channels {
             let on = names(norm).chain([part].into_iter().filter(|part| !part.is_empty()));
             let defines: String = on.map(|name| format!("#define {name}\n")).collect();
             let spread = format!("#define LANES {lanes}\n#define GROUP {group}\n#define AT_ONCE {at_once}\n");
-            let types = types(dtype, wide) + &format!("#define W {weights}\n") + &vector_defines(dtype, width);
+            let types = types(dtype, wide) + &SafeRange::defines(dtype.compute()) + &vector_defines(dtype, width);
+            let types = types + &format!("#define W {weights}\n");
             types + &spread + &defines + NEIGHBOURS + ARGUMENTS + TEMPLATE
         })?;
         let mut launch = KernelLaunch::new(kernel, global, group);

@@ -11,14 +11,20 @@ use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::Params;
-use crate::backend::problem::reduction::{Axes, Combination, Element, Reduction, ReductionPlan, Rule};
+use crate::backend::problem::reduction::{
+    Axes, Combination, Element, Reduction, ReductionPlan, Rescaled, Rule, SafeRange,
+};
 use crate::device::DeviceKind;
 use crate::device::opencl::{ARRIVALS, Arg, ClDevice};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::{Compute, DType, Result, Scalar, Tensor};
 
-const TEMPLATE: &str = include_str!("../../../kernels/reduce.cl");
+const TEMPLATE: &str = concat!(
+    include_str!("../../../kernels/reduce.cl"),
+    include_str!("../../../kernels/reduce_groups.cl"),
+    include_str!("../../../kernels/reduce_processor.cl"),
+);
 
 /// The stage of a reduction. First and Second are the two launches of argmax, which pass on pairs of value and index; other reductions
 /// use Whole for both.
@@ -33,15 +39,16 @@ enum Stage {
 
 /// Reduces in one launch, or in two where there are few results of many elements.
 pub(crate) fn run(reduction: &Reduction) -> Result<()> {
-    let Reduction { rule, x, mask, out, .. } = *reduction;
+    let Reduction { rule, x, mask, out, number, .. } = *reduction;
     let id = launch_cache::number_of::<u8>(std::ptr::without_provenance(reduction.id));
-    let numbers: SmallVec<[u64; 8]> = std::iter::once(id).chain(mask.iter().map(|&reduced| reduced.into())).collect();
+    let first = [id, number.to_bits()];
+    let numbers: SmallVec<[u64; 8]> = first.into_iter().chain(mask.iter().map(|&reduced| reduced.into())).collect();
     let key = Key { of: OpKind::Reduce, device: x.device(), numbers: &numbers, exprs: &[], tensors: &[x, out] };
-    launch_cache::launch(&key, Params::default(), || prepare(rule, x, &reduction.plan(), out)).map(drop)
+    launch_cache::launch(&key, Params::default(), || prepare(rule, x, &reduction.plan(), out, number)).map(drop)
 }
 
 /// The launch plan, whose tensors are the input, the results, and the partial results if there are any.
-pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor) -> Result<LaunchPlan> {
+fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor, number: f64) -> Result<LaunchPlan> {
     let device = t.cl_device()?;
     let (acc, arg) = (rule.accumulator(t.dtype), rule.combination.is_arg());
     let schedule = Schedule::choose(device, plan, vector(device, arg, t.dtype, plan));
@@ -49,7 +56,7 @@ pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tenso
     let start = plan.start as isize - t.layout.offset as isize;
     if schedule.slices == 1 {
         let whole = ReductionKernel { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
-        return Ok(LaunchPlan::one(device, whole.kernel_launch(device, (0, start), 1, plan, &schedule, plan.n)?));
+        return Ok(LaunchPlan::one(device, whole.kernel_launch(device, (0, start), 1, plan, &schedule, number)?));
     }
     // Partial results: of the accumulator's type, or 16 bytes with value and index.
     let count = plan.outs * schedule.slices;
@@ -59,13 +66,13 @@ pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tenso
         return Ok(LaunchPlan::new(
             device,
             partial,
-            [both.kernel_launch(device, (0, start), 1, plan, &schedule, plan.n)?],
+            [both.kernel_launch(device, (0, start), 1, plan, &schedule, number)?],
         ));
     }
     let stage = if arg { Stage::First } else { Stage::Whole };
     let (first, second) = rule.stages();
     let first = ReductionKernel { rule: &first, input: t.dtype, output: acc.dtype(), acc, stage };
-    let first = first.kernel_launch(device, (0, start), 2, plan, &schedule, plan.n)?;
+    let first = first.kernel_launch(device, (0, start), 2, plan, &schedule, number)?;
     let rest = ReductionPlan {
         start: 0,
         kept: Axes::one(plan.outs, schedule.slices as isize),
@@ -78,7 +85,7 @@ pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tenso
     // Pairs of value and index have 16 bytes, so they are read one by one.
     let width = if arg { 1 } else { vector(device, arg, acc.dtype(), &rest) };
     let schedule = Schedule { slices: 1, chunk: rest.n, ..Schedule::choose(device, &rest, width) };
-    let second = second.kernel_launch(device, (2, 0), 1, &rest, &schedule, plan.n)?;
+    let second = second.kernel_launch(device, (2, 0), 1, &rest, &schedule, number)?;
     Ok(LaunchPlan::new(device, partial, [first, second]))
 }
 
@@ -184,7 +191,7 @@ struct ReductionKernel<'a> {
 
 impl ReductionKernel<'_> {
     /// The launch that reads tensor `x` of the list from offset `start` and writes tensor `y`; in stage LastGroup tensor `y + 1` has
-    /// the partial results. `number` is the number of elements of a result.
+    /// the partial results. `number` is [`Reduction::number`].
     fn kernel_launch(
         &self,
         device: &'static ClDevice,
@@ -192,7 +199,7 @@ impl ReductionKernel<'_> {
         y: usize,
         plan: &ReductionPlan,
         schedule: &Schedule,
-        number: usize,
+        number: f64,
     ) -> Result<KernelLaunch> {
         let wide = is_wide([plan.n, plan.outs * schedule.slices * 16, schedule.global]);
         let group = group_size(device);
@@ -206,7 +213,12 @@ impl ReductionKernel<'_> {
             self.input as u64,
             self.output as u64,
             self.acc as u64,
-            truth as u64 | (mapped as u64) << 1 | (wide as u64) << 2 | (finish as u64) << 3 | (self.stage as u64) << 4,
+            truth as u64
+                | (mapped as u64) << 1
+                | (wide as u64) << 2
+                | (finish as u64) << 3
+                | (self.stage as u64) << 4
+                | self.rule.rescaled.map_or(0, |rescaled| 1 + rescaled as u64) << 8,
             plan.kept.rank() as u64,
             plan.reduced.rank() as u64,
             schedule.width as u64 | u64::from(schedule.by_column && schedule.width > 1) << 8,
@@ -215,7 +227,7 @@ impl ReductionKernel<'_> {
         let exprs = element.into_iter().chain(&self.rule.finish).cloned().collect();
         let key = KernelKey { template: "reduce", params: SmallVec::from_slice(&params), exprs };
         let kernel = kernel(device, key, "reduce", || self.source(plan, schedule, wide, group))?;
-        let number = scalar_arg(self.acc, Scalar::Int(number as i64));
+        let number = scalar_arg(self.acc, Scalar::Float(number));
         // A pair has 16 bytes, which are two elements of the i64 tensor that holds it.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
         let cpu = device.info().kind == DeviceKind::Cpu;
@@ -268,6 +280,11 @@ impl ReductionKernel<'_> {
         text += &vector_defines(self.input, schedule.width);
         text += &flag(schedule.by_column && schedule.width > 1, "COLUMNS");
         text += &flag(integer, "INTEGERS");
+        if let Some(rescaled) = self.rule.rescaled {
+            let undone = if rescaled == Rescaled::Variance { "(v) / (factor) / (factor)" } else { "(v) / (factor)" };
+            text += &(flag(true, "RESCALED") + &flag(rescaled.squares(), "SQUARES") + &SafeRange::defines(self.acc));
+            text += &format!("#define UNDO(v, factor) ({undone})\n");
+        }
         text += &flag(self.rule.combination.is_arg(), "ARG");
         text += &flag(self.rule.element == Element::NonZero, "NONZERO");
         text += &flag(self.stage == Stage::First, "PARTIAL");

@@ -13,10 +13,9 @@ pub(crate) struct Normalisation<'a> {
     pub(crate) z: Option<&'a Tensor>,
     pub(crate) weight: Option<&'a Tensor>,
     pub(crate) bias: Option<&'a Tensor>,
-    /// The mean and the variance of each row, in the compute type: `[2, rows]`, contiguous.
+    /// The mean of each row, `1 / sqrt(variance + eps)` and the variance, in the compute type: `[3, rows]`, contiguous. Backward reads
+    /// the first two.
     pub(crate) statistics: &'a Tensor,
-    /// Whether these have `1 / sqrt(variance + eps)` instead of the variance, as PyTorch keeps it.
-    pub(crate) rstd: bool,
     /// In backward with one weight a row: `[2, rows]`.
     pub(crate) sums: Option<&'a Tensor>,
     /// In backward, with weights for each column, where their gradients are added up on the way: [`cpu::columns`].
@@ -54,10 +53,11 @@ impl Normalisation<'_> {
 /// x, y, weight and bias as four dims.
 pub(crate) type Views = (Tensor, Tensor, Option<Tensor>, Option<Tensor>);
 
-/// The two halves of a tensor `[2, rows]`: one number for each row in each (PyTorch's `unbind`).
-pub(crate) fn unbind(op: &'static str, t: &Tensor) -> Result<[Tensor; 2]> {
-    let part = |k| t.layout.select(op, 0, k).map(|layout| t.with_layout(layout));
-    Ok([part(0)?, part(1)?])
+/// The first parts of a tensor `[parts, rows]`: one number for each row in each (PyTorch's `unbind`).
+pub(crate) fn unbind<const PARTS: usize>(op: &'static str, t: &Tensor) -> Result<[Tensor; PARTS]> {
+    let part = |k| t.layout.select(op, 0, k as isize).map(|layout| t.with_layout(layout));
+    let parts = (0..PARTS).map(part).collect::<Result<Vec<Tensor>>>()?;
+    Ok(parts.try_into().unwrap_or_else(|_| unreachable!("as many as were selected")))
 }
 
 /// `t` as four dims: of the view where `dims` says so, else repeated.

@@ -2,10 +2,10 @@
 
 use smallvec::SmallVec;
 
-use crate::Tensor;
 use crate::expr::Expr;
 use crate::layout::collapse::StridedDims;
 use crate::tensor::{Dims, Layout, Shape};
+use crate::{Compute, Tensor};
 
 /// Dims with the strides of one operand, innermost last; at least one dim.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -114,6 +114,8 @@ pub(crate) struct Reduction<'a> {
     pub(crate) mask: &'a [bool],
     /// The result, which is contiguous.
     pub(crate) out: &'a Tensor,
+    /// Scalar 0 of [`Rule::finish`]: the number of elements, or their degrees of freedom.
+    pub(crate) number: f64,
 }
 
 impl Reduction<'_> {
@@ -195,8 +197,65 @@ pub(crate) enum Element {
 pub(crate) struct Rule {
     pub(crate) combination: Combination,
     pub(crate) element: Element,
-    /// An expression over the combined value, input 0, and the number of elements, scalar 0; None for the value itself.
+    /// An expression over the combined value, input 0, and [`Reduction::number`], scalar 0; None for the value itself.
     pub(crate) finish: Option<Expr>,
+    /// How a sum that leaves the accumulator's range is made again.
+    pub(crate) rescaled: Option<Rescaled>,
     /// Whether it accumulates in i64 for every dtype.
     pub(crate) counts: bool,
+}
+
+/// Sums of floats that are made again, of elements times a power of two, where the plain sum overflows or its squares vanish.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rescaled {
+    /// A sum over the number of its elements.
+    Mean,
+    /// The root of a sum of squares.
+    Norm,
+    /// A sum of squares over the degrees of freedom.
+    Variance,
+}
+
+impl Rescaled {
+    /// Whether the elements are squared, so that a small sum may have lost some.
+    pub(crate) fn squares(self) -> bool {
+        self != Rescaled::Mean
+    }
+}
+
+/// The plain sums of squares that are exact enough, and the factors of elements where a sum is greater or less.
+pub(crate) struct SafeRange {
+    pub(crate) largest: f64,
+    pub(crate) least: f64,
+    pub(crate) down: f64,
+    pub(crate) up: f64,
+}
+
+impl SafeRange {
+    /// The range of sums that are accumulated in `compute`. No product of an element and its factor, squared, leaves this range.
+    pub(crate) fn of(compute: Compute) -> SafeRange {
+        let (largest, [least, down, up]) = match compute {
+            Compute::F64 => (f64::MAX, [-900, -600, 700]),
+            _ => (f32::MAX.into(), [-76, -80, 90]),
+        };
+        let power = |exponent: i64| f64::from_bits(((1023 + exponent) as u64) << 52);
+        SafeRange { largest, least: power(least), down: power(down), up: power(up) }
+    }
+
+    /// The definitions `LARGEST`, `LEAST`, `DOWN` and `UP` of OpenCL C.
+    pub(crate) fn defines(compute: Compute) -> String {
+        let SafeRange { largest, least, down, up } = SafeRange::of(compute);
+        let suffix = if compute == Compute::F64 { "" } else { "f" };
+        let each = [("LARGEST", largest), ("LEAST", least), ("DOWN", down), ("UP", up)];
+        each.map(|(name, value)| format!("#define {name} {value:e}{suffix}\n")).concat()
+    }
+
+    /// The factor of elements whose plain sum is `sum`, 1 where the sum is good. Only sums of `squares` may be too small.
+    pub(crate) fn factor(&self, sum: f64, squares: bool) -> f64 {
+        match sum.abs() {
+            size if size.is_nan() || size > self.largest => self.down,
+            size if squares && size < self.least => self.up,
+            _ => 1.0,
+        }
+    }
 }

@@ -66,7 +66,7 @@ pub(super) fn reduce(reduction: &Reduction) -> Result<()> {
             Combination::ArgMax => return first_index(&elements, all.reduce(max)),
             Combination::ArgMin => return first_index(&elements, all.reduce(min)),
         };
-        let count = [Scalar::Int(elements.len() as i64)];
+        let count = [Scalar::Float(reduction.number)];
         let params = Params::of(&count);
         rule.finish.as_ref().map_or(result, |finish| formula::value(finish, &[result], params, 0, accumulator))
     });

@@ -104,7 +104,7 @@ pub(super) fn norm(rows: &Normalisation) -> Result<()> {
     let (z, weight, bias) = (other(rows.z, 0.0)?, other(rows.weight, 1.0)?, other(rows.bias, 0.0)?);
     let known: Vec<f64> = read_floats(rows.statistics)?.into_iter().collect();
     let (count, n) = (rows.count(), rows.len());
-    let (mut statistics, mut sums, mut columns) = (vec![0.0; 2 * count], vec![0.0; 2 * count], vec![0.0; 2 * n]);
+    let (mut statistics, mut sums, mut columns) = (vec![0.0; 3 * count], vec![0.0; 2 * count], vec![0.0; 2 * n]);
     let mut results = Vec::new();
     for r in 0..count {
         let index = [r / x.shape()[1], r % x.shape()[1]];
@@ -115,11 +115,11 @@ pub(super) fn norm(rows: &Normalisation) -> Result<()> {
             let variance = mean(&(&centred * &centred));
             results.extend(centred / (variance + rows.eps).sqrt() * weight + bias);
             statistics[r] = mean_of_row;
-            statistics[count + r] = if rows.rstd { (variance + rows.eps).sqrt().recip() } else { variance };
+            statistics[count + r] = (variance + rows.eps).sqrt().recip();
+            statistics[2 * count + r] = variance;
             continue;
         }
-        let spread = known[count + r];
-        let root = if rows.rstd { spread.recip() } else { (spread + rows.eps).sqrt() };
+        let root = known[count + r].recip();
         let normal = (z - known[r]) / root;
         let product = &x * &normal;
         (sums[r], sums[count + r]) = (x.sum(), product.sum());

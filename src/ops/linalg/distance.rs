@@ -2,10 +2,12 @@
 
 use crate::autograd::Saved;
 use crate::backend::problem::gemm::Gemm;
+use crate::backend::problem::reduction::SafeRange;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::products::product_in;
 use crate::ops::recorded_with_result;
-use crate::ops::reduce::{ReduceDims, reduced_shape};
+use crate::ops::reduce::statistics::sum_of_squares;
+use crate::ops::reduce::{Mask, ReduceDims, reduced_shape};
 use crate::{DType, Expr, Result, Tensor, promote_types};
 
 /// With this many points on one side, Euclidean distances are computed by one matrix product.
@@ -63,7 +65,16 @@ impl Tensor {
         if ord == 1.0 {
             return sizes.sum(dims, keepdim).named(op);
         }
-        let kept = sizes.detach().pow_scalar(ord)?.sum(dims.clone(), true).named(op)?.pow_scalar(1.0 / ord)?;
+        // Powers of elements over the largest, or the least of a negative order, neither overflow nor vanish.
+        let sizes = sizes.detach();
+        let scale = match (sizes.numel(), ord > 0.0) {
+            (0, _) => Tensor::ones((), self)?,
+            (_, true) => sizes.max(dims.clone(), true).named(op)?,
+            (_, false) => sizes.min(dims.clone(), true).named(op)?,
+        };
+        let scale = Tensor::map(&[&scale], |e| e[0].eq(0.0).or(e[0].is_finite().eq(0.0)).select(1.0, &e[0]))?;
+        let powers = sizes.div(&scale)?.pow_scalar(ord)?.sum(dims.clone(), true).named(op)?;
+        let kept = powers.pow_scalar(1.0 / ord)?.mul(&scale)?;
         let x = Saved::new(self);
         let kept = recorded_with_result(op, kept, &[self], move |_, grad, norm| {
             Tensor::map(&[x.get(op)?, norm, grad], |e| {
@@ -142,9 +153,19 @@ impl Tensor {
         }
         let shape = self.shape().broadcast(op, other.shape())?;
         let (a, b) = (self.expand(&shape)?, other.expand(&shape)?);
-        let norm = |t: &Tensor| t.norm(dim, false).named(op)?.clamp_min(eps);
-        a.mul(&b)?.sum(dim, false)?.div(&norm(&a)?.mul(&norm(&b)?)?)
+        // Products of elements over the norms neither overflow nor vanish.
+        let norm = |t: &Tensor| t.norm(dim, true).named(op)?.clamp_min(eps);
+        let cosines = || {
+            let shares = Tensor::map(&[&a, &norm(&a)?, &b, &norm(&b)?], |e| (&e[0] / &e[1]) * (&e[2] / &e[3]))?;
+            shares.sum(dim, false)
+        };
+        cosines().named(op)
     }
+}
+
+/// The mask of a reduction over the last dim.
+fn last_dim(t: &Tensor) -> Mask {
+    (1..=t.rank()).map(|d| d == t.rank()).collect()
 }
 
 /// `kept`, a reduction that kept its dims, without them.
@@ -152,18 +173,32 @@ fn drop_dims(op: &'static str, kept: &Tensor, dims: &ReduceDims) -> Result<Tenso
     kept.reshape(reduced_shape(kept.shape(), &dims.mask(op, kept.shape())?, false))
 }
 
-/// `sqrt(|x|² + |y|² - 2 x y)`: one product, with all but the squares in its epilogue.
+/// `sqrt(|x|² + |y|² - 2 x y)`: one product, with all but the squares in its epilogue. Points whose squares would leave the range are
+/// multiplied by a power of two.
 fn euclidean(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let op = "cdist";
-    let squares = |t: &Tensor| -> Result<Tensor> {
-        let t = t.detach().to_dtype(t.dtype.compute().dtype())?;
-        t.mul(&t)?.sum(-1, true)
+    let range = SafeRange::of(x.dtype.compute());
+    let factor = |norm: &Expr| {
+        let small = norm.lt(range.least.sqrt()).select(range.up, 1.0);
+        norm.gt(range.largest.sqrt() / 16.0).select(range.down, small)
     };
-    let (xx, yy) = (squares(x)?, squares(y)?.transpose(-1, -2)?);
-    let transposed = y.detach().transpose(-1, -2)?;
-    let square = Expr::input(1) + Expr::input(2) - Expr::input(0) * 2.0;
-    let epilogue = [square.max(Expr::constant(0.0)).sqrt()];
-    let gemm = Gemm { extras: &[&xx, &yy], ..Gemm::plain(op, x, &transposed, &epilogue, &x.dtype) };
+    // The scaled points, the sums of their squares, and their norms.
+    let parts = |t: &Tensor| -> Result<[Tensor; 3]> {
+        let (t, norm) = (t.detach(), t.detach().norm(-1, true)?);
+        let scaled = Tensor::map(&[&t, &norm], |e| &e[0] * factor(&e[1]))?;
+        let squares = sum_of_squares(op, &scaled.to_dtype(t.dtype.compute().dtype())?, &last_dim(&t), 1.0, false)?;
+        Ok([scaled, squares, norm])
+    };
+    let ([x_scaled, xx, x_norm], [y_scaled, yy, y_norm]) = (parts(x)?, parts(y)?);
+    let [y_scaled, yy, y_norm] = [y_scaled, yy, y_norm].map(|t| t.transpose(-1, -2));
+    let (y_scaled, yy, y_norm) = (y_scaled?, yy?, y_norm?);
+    let (product, [xx_of, yy_of, x_of, y_of]) = (Expr::input(0), [1, 2, 3, 4].map(Expr::input));
+    let common = factor(&x_of.max(&y_of));
+    let (by_x, by_y) = (&common / factor(&x_of), &common / factor(&y_of));
+    let square = xx_of * by_x.square() + yy_of * by_y.square() - product * 2.0 * by_x * by_y;
+    let epilogue = [square.max(Expr::constant(0.0)).sqrt() / common];
+    let extras = [&xx, &yy, &x_norm, &y_norm];
+    let gemm = Gemm { extras: &extras, ..Gemm::plain(op, &x_scaled, &y_scaled, &epilogue, &x.dtype) };
     let out = gemm.run_one()?;
     let saved = [x, y].map(Saved::new);
     Ok(recorded_with_result(op, out, &[x, y], move |i, grad, out| {

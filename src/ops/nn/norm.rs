@@ -16,7 +16,7 @@ use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
 use crate::tensor::Dims;
 use crate::tensor::view::reshaped;
-use crate::{Expr, Result, Scalar, Shape, Tensor, autograd, backend};
+use crate::{Expr, Result, Shape, Tensor, autograd, backend};
 
 /// What of [`Tensor::batch_norm`] is optional, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy)]
@@ -54,8 +54,6 @@ struct Norm<'a> {
     dims: [bool; 4],
     eps: f64,
     rms: bool,
-    /// As [`Normalisation::rstd`].
-    rstd: bool,
 }
 
 impl<'a> Normalisation<'a> {
@@ -72,9 +70,9 @@ impl Norm<'_> {
         if out.numel() == 0 {
             return statistics.fill_(f64::NAN).map(|_| ());
         }
-        let Norm { weight, bias, eps, rms, rstd, .. } = *self;
+        let Norm { weight, bias, eps, rms, .. } = *self;
         let (z, sums, columns, variance) = Default::default();
-        let given = Normalisation { x, y: out, z, weight, bias, statistics, rstd, sums, columns, eps, rms, variance };
+        let given = Normalisation { x, y: out, z, weight, bias, statistics, sums, columns, eps, rms, variance };
         // Where the launch is cached the views are not needed.
         let views = || {
             let (from, to) = (self.view.of(&x.detach())?, self.view.of(out)?);
@@ -92,7 +90,7 @@ impl Norm<'_> {
             View::Groups(groups) => (1, groups),
             View::Batch => (2, 0),
         };
-        let switches = self.dims.into_iter().chain([self.rms, self.rstd, self.weight.is_some(), self.bias.is_some()]);
+        let switches = self.dims.into_iter().chain([self.rms, self.weight.is_some(), self.bias.is_some()]);
         let switches = switches.fold(0, |bits, on| bits << 1 | u64::from(on));
         [view, number as u64, switches, self.eps.to_bits()]
     }
@@ -121,7 +119,7 @@ impl Norm<'_> {
             true => Some(Tensor::empty_like_shape([2, r1, r2, 1, 1], statistics.dtype, x.device())?),
             false => None,
         };
-        let Norm { eps, rms, rstd, .. } = *self;
+        let Norm { eps, rms, .. } = *self;
         let (z, weight, sums) = (Some(&rows), weight.as_ref(), sums.as_ref());
         let columns = match self.view {
             View::Last(n) if needs[1] || needs[2] => backend::of(x.device()).norm_columns(x, x.numel() / n, *n)?,
@@ -129,8 +127,7 @@ impl Norm<'_> {
         };
         let columns = columns.as_ref();
         let (bias, variance) = (None, None);
-        let gradient =
-            Normalisation { x: &g, y: &to, z, weight, bias, statistics, rstd, sums, columns, eps, rms, variance };
+        let gradient = Normalisation { x: &g, y: &to, z, weight, bias, statistics, sums, columns, eps, rms, variance };
         backend::launch(gradient.outputs(), |b| b.norm(&gradient))?;
         let columns = columns.map(|parts| reduce::sum_into(op, parts, &[0isize][..], false, None)).transpose()?;
         let mut gradients = [Some(out), None, None];
@@ -148,13 +145,10 @@ impl Norm<'_> {
                     if i == 1 { product } else { sum }
                 }
                 (None, 1) => {
-                    let (x, scalars) = (Expr::input, [Scalar::Float(eps)]);
-                    let params = Params::of(&scalars);
-                    let scale = if rstd { x(3) } else { (x(3) + Expr::scalar(0)).rsqrt() };
-                    let product = x(0) * (x(1) - x(2)) * scale;
-                    let [mean, spread] = unbind(op, statistics)?;
+                    let product = Expr::input(0) * (Expr::input(1) - Expr::input(2)) * Expr::input(3);
+                    let [mean, scale] = unbind(op, statistics)?;
                     // In f32 at least: halves would be rounded before they are added up.
-                    apply_one(op, &[&g, &rows, &mean, &spread], params, &product, statistics.dtype)?
+                    apply_one(op, &[&g, &rows, &mean, &scale], Params::default(), &product, statistics.dtype)?
                 }
                 _ => g.detach(),
             };
@@ -199,7 +193,7 @@ impl View {
     /// The shape of [`Normalisation::statistics`] of x.
     fn shape_of_statistics(&self, x: &Tensor) -> [usize; 5] {
         let [r1, r2] = self.rows(x);
-        [2, r1, r2, 1, 1]
+        [3, r1, r2, 1, 1]
     }
 
     /// Room for them.
@@ -267,8 +261,8 @@ fn normalised(
     eps: f64,
     rms: bool,
 ) -> Result<Tensor> {
-    let (dims, rstd, out) = (view.weighted_of(x), false, view.result(x)?);
-    Norm { op, view: &view, weight, bias, dims, eps, rms, rstd }.forward(x, &out, statistics)?;
+    let (dims, out) = (view.weighted_of(x), view.result(x)?);
+    Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x, &out, statistics)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x].into_iter().chain(weight).chain(bias).collect();
     if !autograd::is_tracked(&inputs) {
         return Ok(out);
@@ -287,7 +281,7 @@ fn normalised(
         let given = [true, weight.is_some(), bias.is_some()];
         let place = |i: usize| given[..i].iter().filter(|g| **g).count();
         let needs = [0, 1, 2].map(|i| given[i] && ctx.needs(place(i)));
-        let norm = Norm { op, view: &view, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms, rstd };
+        let norm = Norm { op, view: &view, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms };
         let gradients = norm.backward(&x, &ctx.grad()?, kept.get(op)?, needs)?;
         let wanted = gradients.into_iter().zip(given).zip(needs);
         Ok(wanted.filter(|((_, given), _)| *given).map(|((g, _), needed)| g.filter(|_| needed)).collect::<Gradients>())

@@ -57,7 +57,8 @@ fn reduce(
         Some(value) if n == 0 => drop(out.fill_(value)?),
         _ => {
             let id = (row as *const ReductionRow).addr();
-            backend::launch([&out], |b| b.reduce(&Reduction { op, id, rule: row.rule(), x: t, mask, out: &out }))?;
+            let (rule, number) = (row.rule(), n as f64);
+            backend::launch([&out], |b| b.reduce(&Reduction { op, id, rule, x: t, mask, out: &out, number }))?;
         }
     }
     Ok(out)

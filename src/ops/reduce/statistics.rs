@@ -1,11 +1,13 @@
 //! Variance, standard deviation, `aminmax` and `nanmean`.
 
+use std::sync::LazyLock;
+
 use smallvec::SmallVec;
 
 use super::ReduceDims;
 use crate::autograd::{self, Saved};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::reduction::ReductionPlan;
+use crate::backend::problem::reduction::{Combination, Element, Reduction, ReductionPlan, Rescaled, Rule};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
 use crate::tensor::Layout;
@@ -40,13 +42,7 @@ impl Tensor {
         if let Some(out) = fused_variance("var", self, &dims, correction, keepdim, false)? {
             return Ok(out);
         }
-        // The square of a half overflows at 256.
-        if matches!(self.dtype, DType::F16 | DType::BF16) {
-            return self.to_dtype(DType::F32)?.var(dims, correction, keepdim)?.to_dtype(self.dtype);
-        }
-        let degrees_of_freedom = degrees_of_freedom("var", self, &dims, correction)?;
-        let deviations = self.sub(&self.mean(dims.clone(), true).named("var")?)?;
-        deviations.mul(&deviations)?.sum(dims, keepdim)?.div_scalar(degrees_of_freedom)
+        composed_variance("var", self, &dims, correction, keepdim, false)
     }
 
     /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; at 0 the gradient is 0.
@@ -60,30 +56,7 @@ impl Tensor {
         if let Some(out) = fused_variance(op, self, &dims, correction, keepdim, true)? {
             return Ok(out);
         }
-        if matches!(self.dtype, DType::F16 | DType::BF16) {
-            return self.to_dtype(DType::F32)?.std(dims, correction, keepdim)?.to_dtype(self.dtype);
-        }
-        let degrees_of_freedom = degrees_of_freedom(op, self, &dims, correction)?;
-        let mask = dims.mask(op, self.shape())?;
-        let x = self.detach();
-        let deviations = x.sub(&x.mean(dims.clone(), true).named(op)?)?;
-        let kept = deviations.mul(&deviations)?.sum(dims.clone(), true)?.div_scalar(degrees_of_freedom)?.sqrt()?;
-        let out = kept.detach().reshape(super::reduced_shape(self.shape(), &mask, keepdim))?;
-        if !autograd::is_tracked(&[self]) {
-            return Ok(out);
-        }
-        let (deviations, std) = (Saved::new(&deviations), Saved::new(&kept));
-        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
-            let (deviations, std) = (deviations.unpack(op)?, std.unpack(op)?);
-            if ctx.create_graph() {
-                // The variance of the deviations is that of the elements.
-                let variance = ctx.input(0, deviations).var(dims.clone(), correction, keepdim)?;
-                let none = variance.eq_scalar(0)?;
-                return ctx.through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
-            }
-            let grad = super::expand_reduced(&ctx.grad()?, deviations.shape(), &mask, keepdim);
-            Ok(SmallVec::from_iter([Some(derivative(&deviations, &std, &grad, degrees_of_freedom)?)]))
-        }))
+        composed_variance(op, self, &dims, correction, keepdim, true)
     }
 
     /// [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable.
@@ -175,16 +148,78 @@ fn fused_variance(
     Ok(backend.variance(&rows, &out, degrees_of_freedom, root)?.then_some(out))
 }
 
-/// What the sum of squares is divided by: how many elements a result is of, less the correction.
-fn degrees_of_freedom(op: &'static str, t: &Tensor, dims: &ReduceDims, correction: usize) -> Result<f64> {
-    let mask = dims.mask(op, t.shape())?;
-    Ok(super::reduced_count(t.shape(), &mask).saturating_sub(correction) as f64)
+/// The rules of sums of squared deviations over degrees of freedom, and of their roots.
+static MOMENTS: LazyLock<[Rule; 2]> = LazyLock::new(|| {
+    let (combination, square) = (Combination::Add, Expr::input(0).square());
+    let quotient = Expr::input(0) / Expr::scalar(0);
+    [(quotient.sqrt(), Rescaled::Norm), (quotient, Rescaled::Variance)].map(|(finish, rescaled)| Rule {
+        combination,
+        element: Element::Of(square.clone()),
+        finish: Some(finish),
+        rescaled: Some(rescaled),
+        counts: false,
+    })
+});
+
+/// The sums of squares over the dims of `mask`, which are kept, over `freedom`, or the `root` of that; NaN of nothing. Not recorded.
+pub(crate) fn sum_of_squares(op: &'static str, x: &Tensor, mask: &[bool], freedom: f64, root: bool) -> Result<Tensor> {
+    let out = Tensor::empty_like_shape(super::reduced_shape(x.shape(), mask, true), x.dtype, x.device())?;
+    if x.numel() == 0 {
+        out.fill_(f64::NAN)?;
+        return Ok(out);
+    }
+    let rule = &MOMENTS[usize::from(!root)];
+    let id = std::ptr::from_ref(rule).addr();
+    backend::launch([&out], |b| b.reduce(&Reduction { op, id, rule, x, mask, out: &out, number: freedom }))?;
+    Ok(out)
 }
 
-/// `grad * x / (root * n)`: the gradient of `root = sqrt(sum(x²) / n)`, 0 where the root is.
-fn derivative(x: &Tensor, root: &Tensor, grad: &Tensor, n: f64) -> Result<Tensor> {
-    let (e, n) = (Expr::input(1), [Scalar::Float(n)]);
-    let params = Params::of(&n);
-    let derivative = e.eq(0.0).select(0.0, Expr::input(0) / (&e * Expr::scalar(0))) * Expr::input(2);
-    Ok(apply("sqrt", &[x, root, grad], params, &[derivative], &[x.dtype])?.remove(0))
+/// [`fused_variance`] by a mean, the deviations from it and their moment, which is recorded.
+fn composed_variance(
+    op: &'static str,
+    t: &Tensor,
+    dims: &ReduceDims,
+    correction: usize,
+    keepdim: bool,
+    root: bool,
+) -> Result<Tensor> {
+    // The square of a half overflows at 256.
+    if matches!(t.dtype, DType::F16 | DType::BF16) {
+        return composed_variance(op, &t.to_dtype(DType::F32)?, dims, correction, keepdim, root)?.to_dtype(t.dtype);
+    }
+    let mask = dims.mask(op, t.shape())?;
+    let freedom = super::reduced_count(t.shape(), &mask).saturating_sub(correction) as f64;
+    let x = t.detach();
+    let deviations = x.sub(&x.mean(dims.clone(), true).named(op)?)?;
+    let kept = sum_of_squares(op, &deviations, &mask, freedom, root)?;
+    let out = kept.detach().reshape(super::reduced_shape(t.shape(), &mask, keepdim))?;
+    if !autograd::is_tracked(&[t]) {
+        return Ok(out);
+    }
+    let (dims, deviations, kept) = (dims.clone(), Saved::new(&deviations), root.then(|| Saved::new(&kept)));
+    Ok(autograd::record_twice(op, out, &[t], move |ctx| {
+        let deviations = deviations.unpack(op)?;
+        if ctx.create_graph() {
+            // The variance of the deviations is that of the elements.
+            let x = ctx.input(0, deviations);
+            let centred = x.sub(&x.mean(dims.clone(), true)?)?;
+            let variance = centred.square()?.sum(dims.clone(), keepdim)?.div_scalar(freedom)?;
+            if !root {
+                return ctx.through(&variance);
+            }
+            let none = variance.eq_scalar(0)?;
+            return ctx.through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
+        }
+        let grad = super::expand_reduced(&ctx.grad()?, deviations.shape(), &mask, keepdim);
+        let (x, n) = (Expr::input(0), [Scalar::Float(freedom)]);
+        let kept = kept.as_ref().map(|kept| kept.unpack(op)).transpose()?;
+        // At a root of 0 the gradient is 0.
+        let derivative = match kept {
+            Some(_) => Expr::input(2).eq(0.0).select(0.0, x / Expr::input(2) / Expr::scalar(0)),
+            None => x * (Expr::constant(2.0) / Expr::scalar(0)),
+        };
+        let inputs: SmallVec<[&Tensor; 3]> = [&deviations, &grad].into_iter().chain(&kept).collect();
+        let grad = apply(op, &inputs, Params::of(&n), &[derivative * Expr::input(1)], &[deviations.dtype])?.remove(0);
+        Ok(SmallVec::from_iter([Some(grad)]))
+    }))
 }

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::sync::OnceLock;
 
-use crate::backend::problem::reduction::{Combination, Element, Rule};
+use crate::backend::problem::reduction::{Combination, Element, Rescaled, Rule};
 use crate::expr::program::Program;
 use crate::layout::dims::ReduceDims;
 use crate::ops::dispatch::operation::{Dtypes, Gives};
@@ -20,9 +20,18 @@ impl Rule {
         if self.counts { Compute::I64 } else { dtype.compute() }
     }
 
-    /// What gives partial results, and what reduces those.
+    /// The rules that give partial results and that reduce those. Partial results of rules that are rescaled are in range: parts of
+    /// the mean, and norms.
     pub(crate) fn stages(&self) -> (Rule, Rule) {
-        (Rule { finish: None, ..self.clone() }, Rule { element: Element::Itself, ..self.clone() })
+        let sum = |finish| Rule { element: Element::Itself, finish, rescaled: None, ..self.clone() };
+        match self.rescaled {
+            None => (Rule { finish: None, ..self.clone() }, sum(self.finish.clone())),
+            Some(Rescaled::Mean) => (self.clone(), sum(None)),
+            Some(_) => {
+                let norm = Some(Expr::input(0).sqrt());
+                (Rule { finish: norm, rescaled: Some(Rescaled::Norm), ..self.clone() }, self.clone())
+            }
+        }
     }
 }
 
@@ -80,13 +89,22 @@ impl ReductionRow {
             };
             let finish = Some((self.finish)(&x, &n)).filter(|e| *e != x);
             let counts = matches!(self.gives, Gives::I64 | Gives::Bool) && !self.combination.is_arg();
+            let rescaled = match (&element, &finish) {
+                (Element::Of(e), Some(finish)) if *e == x.square() && *finish == x.sqrt() => Some(Rescaled::Norm),
+                (Element::Itself, Some(finish)) if *finish == &x / &n => Some(Rescaled::Mean),
+                _ => None,
+            };
             let derivative = match self.gradient {
                 Gradient::Each(derivative) => Some(derivative(&x, &y, &g, &n)),
                 _ => None,
             };
             let sums = matches!(self.combination, Combination::Add | Combination::Mul) && !counts;
             let grows = sums && finish.as_ref().is_none_or(|e| Program::of(std::slice::from_ref(e)).scalars() == 0);
-            Compiled { rule: Rule { combination: self.combination, element, finish, counts }, derivative, grows }
+            Compiled {
+                rule: Rule { combination: self.combination, element, finish, rescaled, counts },
+                derivative,
+                grows,
+            }
         })
     }
 

@@ -2,7 +2,7 @@
 
 use super::{Suite, VIEWS, View, factors, numbers, specials};
 use crate::backend::problem::gemm::Gemm;
-use crate::backend::problem::reduction::{Combination, Element, Reduction, Rule};
+use crate::backend::problem::reduction::{Combination, Element, Reduction, Rescaled, Rule};
 use crate::expr::Expr;
 use crate::{DType, Result, Shape, Tensor};
 
@@ -84,12 +84,12 @@ pub(super) fn gemm(suite: &mut Suite) -> Result<()> {
 pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
     use Combination::{Add, ArgMax, ArgMin, Max, Min, Mul};
     use DType::{F16, F32, F64, I32, I64, U8};
-    let of = |combination, element, finish, counts| Rule { combination, element, finish, counts };
+    let of = |combination, element, finish, counts| Rule { combination, element, finish, rescaled: None, counts };
     let square = || Element::Of(Expr::input(0).square());
     let mean = Some(Expr::input(0) / Expr::scalar(0));
     let rules = [
-        (of(Add, Element::Itself, mean, false), F32, F32),
-        (of(Add, square(), Some(Expr::input(0).sqrt()), false), F16, F16),
+        (Rule { rescaled: Some(Rescaled::Mean), ..of(Add, Element::Itself, mean, false) }, F32, F32),
+        (Rule { rescaled: Some(Rescaled::Norm), ..of(Add, square(), Some(Expr::input(0).sqrt()), false) }, F16, F16),
         (of(Add, Element::Itself, None, false), I32, I64),
         (of(Add, Element::NonZero, None, true), F32, I64),
         (of(Mul, Element::Itself, None, false), F64, F64),
@@ -126,7 +126,16 @@ pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
                 if exact { 0 } else { n },
                 |side| {
                     let (x, out) = (side.put(&x)?, side.room(&kept[..], *to)?);
-                    side.backend.reduce(&Reduction { op: "reduce", id: 1 + id, rule, x: &x, mask, out: &out })?;
+                    let number = n as f64;
+                    side.backend.reduce(&Reduction {
+                        op: "reduce",
+                        id: 1 + id,
+                        rule,
+                        x: &x,
+                        mask,
+                        out: &out,
+                        number,
+                    })?;
                     Ok(Some(vec![out]))
                 },
             )?;

@@ -118,75 +118,66 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
         let (z, g) = (tensor(view, &dims)?, tensor(view, &dims)?);
         let (weight, bias) = (tensor(View::Plain, &[of_weight])?, tensor(View::Plain, &[of_weight])?);
         let n = dims.iter().product();
-        for rstd in [false, true] {
-            suite.compare(
-                format!("{view:?} {dims:?}, weight along {own:?}, rms {rms}, rstd {rstd}"),
-                dtype,
-                n,
-                |side| {
-                    let (z, g) = (side.put(&z)?, side.put(&g)?);
-                    let weight = broadcast_view(&side.put(&weight)?, z.shape(), own)?;
-                    let bias = broadcast_view(&side.put(&bias)?, z.shape(), own)?;
-                    let (acc, [first, second, _, inner]) = (dtype.compute().dtype(), dims);
-                    // The results of batch norm lie as the batch does.
-                    let room = || match own == batch {
-                        true => side.room([2, 1, 3, 0].map(|d: usize| dims[d]), dtype)?.permute(&[3, 1, 0, 2]),
-                        false => side.room(dims, dtype),
-                    };
-                    let two = || side.room([2, first, second, 1, 1], acc);
-                    let (y, of_views, again, dz, statistics, sums) =
-                        (room()?, room()?, room()?, room()?, two()?, two()?);
+        suite.compare(format!("{view:?} {dims:?}, weight along {own:?}, rms {rms}"), dtype, n, |side| {
+            let (z, g) = (side.put(&z)?, side.put(&g)?);
+            let weight = broadcast_view(&side.put(&weight)?, z.shape(), own)?;
+            let bias = broadcast_view(&side.put(&bias)?, z.shape(), own)?;
+            let (acc, [first, second, _, inner]) = (dtype.compute().dtype(), dims);
+            // Results of batch norm have the strides of the batch.
+            let room = || match own == batch {
+                true => side.room([2, 1, 3, 0].map(|d: usize| dims[d]), dtype)?.permute(&[3, 1, 0, 2]),
+                false => side.room(dims, dtype),
+            };
+            let numbers = |count| side.room([count, first, second, 1, 1], acc);
+            let (y, of_views, again, dz, statistics, sums) =
+                (room()?, room()?, room()?, room()?, numbers(3)?, numbers(2)?);
 
-                    // Forward, thrice.
-                    let (weight, eps, numbers) = (Some(&weight), 0.5, [n as u64, rms.into(), rstd.into(), 4]);
-                    let forward = Normalisation {
-                        x: &z,
-                        y: &y,
-                        z: None,
-                        weight,
-                        bias: Some(&bias),
-                        statistics: &statistics,
-                        rstd,
-                        sums: None,
-                        columns: None,
-                        eps,
-                        rms,
-                        variance: None,
-                    };
-                    side.backend.norm(&forward)?;
-                    // The second launch is the first one again.
-                    for y in [&of_views, &again] {
-                        let given = Normalisation { y, ..forward };
-                        let views = || Ok((z.detach(), y.detach(), weight.map(Tensor::detach), Some(bias.detach())));
-                        side.backend.norm_forward(&given, &numbers, &views)?;
-                    }
+            // Forward, thrice.
+            let (weight, eps, numbers) = (Some(&weight), 0.5, [n as u64, rms.into(), 0, 4]);
+            let forward = Normalisation {
+                x: &z,
+                y: &y,
+                z: None,
+                weight,
+                bias: Some(&bias),
+                statistics: &statistics,
+                sums: None,
+                columns: None,
+                eps,
+                rms,
+                variance: None,
+            };
+            side.backend.norm(&forward)?;
+            // The second launch is the first one again.
+            for y in [&of_views, &again] {
+                let given = Normalisation { y, ..forward };
+                let views = || Ok((z.detach(), y.detach(), weight.map(Tensor::detach), Some(bias.detach())));
+                side.backend.norm_forward(&given, &numbers, &views)?;
+            }
 
-                    // Backward, with sums over rows where these have one weight each.
-                    let columns = if own[3] { side.backend.norm_columns(&g, first * second, inner)? } else { None };
-                    let of_rows = (!own[2] && !own[3]).then_some(&sums);
-                    side.backend.norm(&Normalisation {
-                        x: &g,
-                        y: &dz,
-                        z: Some(&z),
-                        bias: None,
-                        sums: of_rows,
-                        columns: columns.as_ref(),
-                        ..forward
-                    })?;
-                    let mut results =
-                        vec![y.detach(), of_views.detach(), again.detach(), statistics.detach(), dz.detach()];
-                    results.extend(of_rows.map(Tensor::detach));
-                    if let Some(parts) = columns {
-                        // However many there are, their sums are what is asked for.
-                        let total = read(&parts)?.mapv(|x| x.to_f64()).sum_axis(ndarray::Axis(0));
-                        let sums = side.room([2, inner], acc)?;
-                        write(&sums, total)?;
-                        results.push(sums);
-                    }
-                    Ok(Some(results))
-                },
-            )?;
-        }
+            // Backward, with sums over rows where these have one weight each.
+            let columns = if own[3] { side.backend.norm_columns(&g, first * second, inner)? } else { None };
+            let of_rows = (!own[2] && !own[3]).then_some(&sums);
+            side.backend.norm(&Normalisation {
+                x: &g,
+                y: &dz,
+                z: Some(&z),
+                bias: None,
+                sums: of_rows,
+                columns: columns.as_ref(),
+                ..forward
+            })?;
+            let mut results = vec![y.detach(), of_views.detach(), again.detach(), statistics.detach(), dz.detach()];
+            results.extend(of_rows.map(Tensor::detach));
+            if let Some(parts) = columns {
+                // The test compares the sum of all parts, whose number is up to the backend.
+                let total = read(&parts)?.mapv(|x| x.to_f64()).sum_axis(ndarray::Axis(0));
+                let sums = side.room([2, inner], acc)?;
+                write(&sums, total)?;
+                results.push(sums);
+            }
+            Ok(Some(results))
+        })?;
     }
     Ok(())
 }

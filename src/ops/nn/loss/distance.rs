@@ -23,15 +23,15 @@ impl Tensor {
         same_shape(op, &[self, other])?;
         mismatch!(op if self.rank() == 0 || target.shape().dims() != &self.shape().dims()[..self.rank() - 1],
             self, target, "the inputs are [N, D] and the target [N], or [D] and a scalar");
-        let sums = || -> Result<[Tensor; 3]> {
-            let dot = |a: &Tensor, b: &Tensor| a.mul(b)?.sum(-1, false);
-            Ok([dot(self, other)?, dot(self, self)?, dot(other, other)?])
+        // The squares of PyTorch's roots, with 1e-12 added to each, would overflow.
+        let cosines = || {
+            let root = |t: &Tensor| Tensor::map(&[&t.norm(-1, true)?], |e| e[0].hypot(1e-6));
+            let inputs = [self, &root(self)?, other, &root(other)?];
+            Tensor::map(&inputs, |e| (&e[0] / &e[1]) * (&e[2] / &e[3]))?.sum(-1, false)
         };
-        let [dot, a, b] = sums().named(op)?;
-        losses(op, &[&dot, &a, &b, target], reduction, |e| {
-            let cos = &e[0] / ((&e[1] + 1e-12) * (&e[2] + 1e-12)).sqrt();
-            let (near, far) = (1.0 - &cos, &cos - margin);
-            e[3].eq(1.0).select(near, 0.0) + e[3].eq(-1.0).select(far.lt(0.0).select(0.0, far), 0.0)
+        losses(op, &[&cosines().named(op)?, target], reduction, |e| {
+            let (near, far) = (1.0 - &e[0], &e[0] - margin);
+            e[1].eq(1.0).select(near, 0.0) + e[1].eq(-1.0).select(far.lt(0.0).select(0.0, far), 0.0)
         })
     }
 

@@ -245,7 +245,7 @@ impl Tensor {
         if training {
             let (n, statistics) = (elements_of_channels(op, self)?, View::Batch.statistics(self)?);
             let out = normalised(op, (self, &statistics), View::Batch, weight, bias, eps, false)?;
-            let [mean, var] = unbind(op, &statistics)?;
+            let [mean, _, var] = unbind(op, &statistics)?;
             move_running(op, options, n, [&mean.reshape([channels])?, &var.reshape([channels])?])?;
             return Ok(out);
         }

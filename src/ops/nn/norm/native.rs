@@ -17,21 +17,21 @@ use crate::{DType, Result, Tensor, no_grad};
 /// A result with the mean and 1 / sqrt(var + eps) of each row.
 type WithStatistics = (Tensor, Tensor, Tensor);
 
-/// A norm, and its statistics as they are written: of these two tensors, of this shape.
+/// A norm with its statistics, of this shape, and the variances.
 fn forward(
     op: &'static str,
     x: &Tensor,
     view: View,
     [weight, bias]: [Option<&Tensor>; 2],
     eps: f64,
-    (rstd, shape): (bool, &[usize]),
-) -> Result<WithStatistics> {
+    shape: &[usize],
+) -> Result<(WithStatistics, Tensor)> {
     let (out, statistics) = (view.result(x)?, view.statistics(x)?);
     let (dims, rms) = (view.weighted_of(x), false);
-    Norm { op, view: &view, weight, bias, dims, eps, rms, rstd }.forward(x, &out, &statistics)?;
+    Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x, &out, &statistics)?;
     let part = |offset| statistics.with_layout(Layout { offset, ..Layout::contiguous(shape.into()) });
-    let (mean, spread) = (part(0), part(statistics.numel() / 2));
-    Ok((out, mean, spread))
+    let rows = statistics.numel() / 3;
+    Ok(((out, part(0), part(rows)), part(2 * rows)))
 }
 
 /// Whether weights are wider than the input: then all is computed in their dtype.
@@ -68,6 +68,7 @@ fn gradients(
     mismatch!(op if grad.shape() != x.shape(), x, grad, "the gradient has the shape of the input");
     let (compute, shape) = (x.dtype.compute().dtype(), view.shape_of_statistics(x));
     let rows = shape[1] * shape[2];
+    let shape = [2, shape[1], shape[2], 1, 1];
     mismatch!(op if mean.numel() != rows || rstd.numel() != rows, mean, rstd, "there is one number for each row");
     let mixed = is_mixed(x, weight, bias);
     for t in weight.into_iter().chain(bias).filter(|t| !mixed || t.dtype != DType::F32) {
@@ -84,8 +85,8 @@ fn gradients(
     no_grad(|| {
         let (grad, given) = (wide(grad)?, wide(x)?);
         let statistics = joined(mean, rstd, shape, compute)?;
-        let (dims, eps, rms, rstd) = (view.weighted_of(x), 0.0, false, true);
-        let norm = Norm { op, view: &view, weight, bias, dims, eps, rms, rstd };
+        let (dims, eps, rms) = (view.weighted_of(x), 0.0, false);
+        let norm = Norm { op, view: &view, weight, bias, dims, eps, rms };
         let [to_x, to_weight, to_bias] = norm.backward(&given, &grad, &statistics, wanted)?;
         let to_x = to_x.filter(|_| wanted[0]).map(|t| t.to_dtype(x.dtype)).transpose()?;
         Ok([to_x, to_weight.filter(|_| wanted[1]), to_bias.filter(|_| wanted[2])])
@@ -143,7 +144,7 @@ impl Tensor {
             let mut shape = SmallVec::<[usize; 6]>::from_slice(self.shape().dims());
             let kept = shape.len() - normalized_shape.len();
             shape[kept..].fill(1);
-            forward(op, self, view, [weight, bias], eps, (true, &shape))
+            Ok(forward(op, self, view, [weight, bias], eps, &shape)?.0)
         })
     }
 
@@ -203,15 +204,10 @@ impl Tensor {
             }
             same_dtype(op, &given(self, weight, bias))?;
             let n = elements_of_channels(op, self)?;
-            // Running variances move towards the variance, which rounded roots do not give back.
-            let rstd = running_var.is_none();
-            let shape = (rstd, &self.shape().dims()[1..2]);
-            let (out, mean, spread) = forward(op, self, View::Batch, [weight, bias], eps, shape)?;
-            move_running(op, options, n, [&mean, &spread])?;
-            if !rstd {
-                Tensor::map_into(&[&spread], &[eps.into()], &[&spread], |x, s| vec![(&x[0] + &s[0]).rsqrt()])?;
-            }
-            Ok((out, mean, spread))
+            let shape = &self.shape().dims()[1..2];
+            let (made, var) = forward(op, self, View::Batch, [weight, bias], eps, shape)?;
+            move_running(op, options, n, [&made.1, &var])?;
+            Ok(made)
         })
     }
 
@@ -272,7 +268,7 @@ impl Tensor {
             }
             same_dtype(op, &given(self, weight, bias))?;
             let shape = [self.shape().dims()[0], groups];
-            forward(op, self, View::Groups(groups), [weight, bias], eps, (true, &shape))
+            Ok(forward(op, self, View::Groups(groups), [weight, bias], eps, &shape)?.0)
         })
     }
 
