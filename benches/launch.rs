@@ -4,7 +4,7 @@
 //!
 //! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/notebook/launches.md) it is our own part.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::error::Error;
 use std::time::Instant;
 
@@ -29,11 +29,20 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (six, adamw): (Sgd, AdamW) = (of_six(momentum, device)?, of_six(AdamWConfig::default(), device)?);
     let (six, adamw) = (RefCell::new(six), RefCell::new(adamw));
     type Case<'a> = (&'a str, Box<dyn Fn() -> claystone::Result<()> + 'a>);
-    let cases: [Case; 19] = [
+    let rate = Cell::new(0.1);
+    let cases: [Case; 21] = [
         ("empty", Box::new(|| Tensor::empty(&[64, 64], device).map(drop))),
         ("add", Box::new(|| x.add(&y).map(drop))),
         ("add_", Box::new(|| y.add_(&x).map(drop))),
         ("relu", Box::new(|| x.relu().map(drop))),
+        ("map", Box::new(|| Tensor::map(&[&x], |e| (&e[0] * 0.3).tanh()).map(drop))),
+        (
+            "map, new number",
+            Box::new(|| {
+                rate.set(rate.get() * 0.999_99);
+                Tensor::map(&[&x], |e| (&e[0] * rate.get()).tanh()).map(drop)
+            }),
+        ),
         ("add a row", Box::new(|| x.add(&row).map(drop))),
         ("sum of rows", Box::new(|| x.sum(1, false).map(drop))),
         ("sum of columns", Box::new(|| x.sum(0, false).map(drop))),

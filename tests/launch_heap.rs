@@ -1,39 +1,48 @@
-//! An operation asks the host's heap for nothing, once its kernel and its memory are there.
+//! An operation asks the host's heap for nothing, once its kernel and its memory are there; and whatever formulas are computed, a
+//! bounded number of them is kept there.
 
 mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
+use claystone::autograd::{GradOptions, grad, grad_with_options};
+use claystone::ops::{MapInto, TensorSet, map_each};
 use claystone::optim::*;
-use claystone::{DType, Device, Graph, Result, Tensor};
+use claystone::profiler::{Category, profile};
+use claystone::{DType, Device, Expr, Graph, Result, Tensor, no_grad};
 
 /// Counts what this thread asks for. Drivers have their own heap.
 struct Counting;
 
 thread_local! {
     static ASKED: Cell<u64> = const { Cell::new(0) };
+    /// Bytes that this thread has asked for and not given back.
+    static HELD: Cell<isize> = const { Cell::new(0) };
 }
 
-fn count() {
-    let _ = ASKED.try_with(|asked| asked.set(asked.get() + 1));
+fn count(bytes: isize) {
+    let _ = ASKED.try_with(|asked| asked.set(asked.get() + u64::from(bytes > 0)));
+    let _ = HELD.try_with(|held| held.set(held.get() + bytes));
 }
 
 // SAFETY: everything is passed on to the system's allocator as it came.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count();
+        count(layout.size() as isize);
         // SAFETY: as above.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        count(-(layout.size() as isize));
         // SAFETY: as above.
         unsafe { System.dealloc(at, layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        count();
+        count(size as isize);
+        let _ = HELD.try_with(|held| held.set(held.get() - layout.size() as isize));
         // SAFETY: as above.
         unsafe { System.realloc(at, layout, size) }
     }
@@ -130,4 +139,146 @@ fn launches_ask_the_heap_for_nothing() {
         assert_eq!(ASKED.get() - before, 0, "a replay on {device}");
         device.synchronize().unwrap();
     }
+}
+
+/// Sign descent whose rate is a number in the formula.
+#[derive(Clone)]
+struct Literal {
+    lr: f64,
+}
+
+impl Rule for Literal {
+    const NAME: &'static str = "Literal";
+    fn numbers(&self, _: i32) -> Vec<f64> {
+        Vec::new()
+    }
+    fn update(&self, w: &Expr, g: &Expr, _: &[Expr], _: &[Expr]) -> (Expr, Vec<Expr>) {
+        (w - self.lr * g.sign(), Vec::new())
+    }
+    fn learning_rate(&self) -> f64 {
+        self.lr
+    }
+    fn set_learning_rate(&mut self, lr: f64) {
+        self.lr = lr;
+    }
+}
+
+/// Every door for a formula, with a number in it; how often it is tried on the CPU.
+type Door<'a> = (&'a str, usize, Box<dyn Fn(f64) -> Result<f32> + 'a>);
+
+fn doors(device: Device) -> Result<Vec<Door<'static>>> {
+    let x = Tensor::from_slice(&[0.5f32, -1.5, 2.0, 4.0], [2, 2], device)?;
+    let w = x.try_clone()?.requires_grad_(true)?;
+    let weight = Tensor::ones([2, 2], device)?.requires_grad_(true)?;
+    let first = |t: &Tensor| Ok(t.to_vec::<f32>()?[0]);
+    let (a, b, c, d, e) = (x.try_clone()?, x.try_clone()?, x.try_clone()?, w.shallow_clone(), w.shallow_clone());
+    let (f, g, h) = (x.try_clone()?, x.try_clone()?, x.try_clone()?);
+    Ok(vec![
+        ("map", 100_000, Box::new(move |n| first(&Tensor::map(&[&x], |e| &e[0] * n)?))),
+        ("map of two numbers", 2_000, Box::new(move |n| first(&Tensor::map(&[&a], |e| &e[0] * n + (1.0 + n))?))),
+        (
+            "map_with",
+            2_000,
+            Box::new(move |n| first(&Tensor::map_with(&[&b], |e| &e[0] / n, |_| vec![(1.0 / n).into()])?)),
+        ),
+        (
+            "map_into",
+            2_000,
+            Box::new(move |n| {
+                Tensor::map_into(&[&c], &[0.5.into()], &[&c], |e, s| vec![&e[0] * &s[0] + n])?;
+                first(&c)
+            }),
+        ),
+        (
+            "gradients",
+            2_000,
+            Box::new(move |n| {
+                let y = Tensor::map(&[&d], |e| (&e[0] * n).tanh() * n)?.sum((), false)?;
+                first(&grad(&[&y], &[&d])?[0])
+            }),
+        ),
+        (
+            "second gradients",
+            500,
+            Box::new(move |n| {
+                let y = Tensor::map(&[&e], |e| (&e[0] * n).sin().pow(n + 3.0))?.sum((), false)?;
+                let options = GradOptions { create_graph: true, ..Default::default() };
+                let slope = grad_with_options(&[&y], &[&e], options)?.remove(0).expect("y depends on it");
+                first(&grad(&[&slope.sum((), false)?], &[&e])?[0])
+            }),
+        ),
+        (
+            "MapInto",
+            2_000,
+            Box::new(move |n| {
+                let handle = || vec![f.shallow_clone()];
+                MapInto::new("shrink", handle(), 1, handle(), |e, s| vec![&e[0] * n - &s[0]])?.launch(&[n.into()])?;
+                first(&f)
+            }),
+        ),
+        (
+            "map_each",
+            2_000,
+            Box::new(move |n| {
+                let sets =
+                    [&g].map(|t| TensorSet { inputs: [t].into_iter().collect(), outputs: [t].into_iter().collect() });
+                map_each("shrink", &sets, &[], &[], |x, _| vec![&x[0] * n])?;
+                first(&g)
+            }),
+        ),
+        (
+            "linear_map",
+            1_000,
+            Box::new(move |n| {
+                let y = h.linear_map(&weight, None, |z| z.leaky_relu(n) + n)?;
+                first(&grad(&[&y.sum((), false)?], &[&weight])?[0])
+            }),
+        ),
+        (
+            "a rule",
+            200,
+            Box::new(move |n| {
+                let mut w = Tensor::ones([2, 2], w.device())?.requires_grad_(true)?;
+                let mut optimizer = Fused::new(vec![&mut w], Literal { lr: n })?;
+                w.sum((), false)?.backward()?;
+                optimizer.step()?;
+                first(&w)
+            }),
+        ),
+    ])
+}
+
+#[test]
+fn numbers_that_change_cost_no_programs_and_no_memory() {
+    for device in common::devices() {
+        for (name, times, door) in doors(device).unwrap() {
+            let nth = |i: usize| 0.0137 + i as f64 * 1.7e-5;
+            let times = if device == Device::Cpu { times } else { times.min(2_000) };
+            let work = || (0..50).for_each(|i| _ = door(nth(i)).unwrap());
+            let (_, profile) = profile(work).unwrap();
+            let compiled = profile.events().iter().filter(|event| event.category == Category::Compile).count();
+            assert!(compiled <= 24, "{name} on {device}: {compiled} programs");
+            drop(profile);
+            let before = HELD.get();
+            (50..times).for_each(|i| _ = door(nth(i)).unwrap());
+            let grown = HELD.get() - before;
+            assert!(grown < 128 << 10, "{name} on {device}: {grown} bytes more after {times} numbers");
+        }
+    }
+}
+
+/// The formula with this number.
+fn nth(x: &Expr, n: usize) -> Expr {
+    (0..usize::BITS - n.leading_zeros()).fold(x.clone(), |e, bit| if n >> bit & 1 == 1 { e.abs() + x } else { e * x })
+}
+
+#[test]
+fn formulas_without_end_are_forgotten() {
+    let x = Tensor::from_slice(&[0.5f32, -1.5], 2, Device::Cpu).unwrap();
+    let compute = |n: usize| no_grad(|| Tensor::map(&[&x], |e| nth(&e[0], n))).unwrap();
+    (0..20_000).for_each(|n| drop(compute(n)));
+    let before = HELD.get();
+    (20_000..100_000).for_each(|n| drop(compute(n)));
+    let grown = HELD.get() - before;
+    assert!(grown < 4 << 20, "{grown} bytes more");
 }

@@ -26,9 +26,10 @@ use crate::backend::problem::{
 };
 use crate::backend::profiled::{Profiled, describe};
 use crate::device::profiler;
+use crate::expr::program::Program;
 use crate::layout::Layout;
 use crate::storage::Image;
-use crate::{DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
+use crate::{DType, Device, Error, Result, Scalar, Shape, Tensor};
 
 /// A way to compute on a kind of device. Tensors of a problem are on one device, and results have elements.
 ///
@@ -267,12 +268,12 @@ pub(crate) fn primitive<'a>(
     op: &'static str,
     inputs: &'a [&'a Tensor],
     scalars: &'a [Scalar],
-    expr: &'a Expr,
+    program: &'a Program,
     dtype: DType,
 ) -> Option<impl FnOnce(&Tensor) -> Result<()> + 'a> {
     match inputs.first()?.device() {
         Device::Cpu => {
-            let primitive = cpu::flat::Primitive::of(inputs, scalars, expr, dtype)?;
+            let primitive = cpu::flat::Primitive::of(inputs, scalars, program, dtype)?;
             Some(move |out: &Tensor| {
                 let _recorded = profiler::operation(|| describe(op, inputs.iter().copied().chain([out])));
                 cpu::counted(primitive.fill(out))

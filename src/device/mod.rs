@@ -36,6 +36,7 @@ mod launches;
 pub(crate) mod level;
 mod lock;
 pub(crate) mod log;
+pub(crate) mod lru;
 mod name;
 pub(crate) mod opencl;
 pub(crate) mod profiler;

@@ -5,7 +5,7 @@
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-use crate::expr::{Binary, Expr, Unary};
+use crate::expr::{Binary, Expr, GELU_CUBE, SQRT_2_OVER_PI, Unary};
 
 macro_rules! unary {
     ($($(#[$doc:meta])* $name:ident => $op:ident;)*) => {
@@ -331,7 +331,7 @@ impl Expr {
 
     /// [`gelu`](Expr::gelu) approximated through `tanh`.
     pub fn gelu_tanh(&self) -> Expr {
-        let inner = (2.0 / PI).sqrt() * (self + 0.044715 * self.square() * self);
+        let inner = SQRT_2_OVER_PI * (self + GELU_CUBE * self.square() * self);
         0.5 * self * (1.0 + inner.tanh())
     }
 

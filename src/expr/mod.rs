@@ -9,7 +9,6 @@
 
 pub(crate) mod derivative;
 pub(crate) mod formulas;
-pub(crate) mod key_map;
 pub(crate) mod philox;
 pub(crate) mod primitives;
 pub(crate) mod program;
@@ -26,7 +25,7 @@ use smallvec::{SmallVec, smallvec};
 
 use crate::expr::program::Program;
 
-pub(crate) use crate::expr::primitives::{Binary, Leaf, Op, Unary};
+pub(crate) use crate::expr::primitives::{Binary, GELU_CUBE, Leaf, Op, SQRT_2_OVER_PI, Unary, is_number, is_whole};
 
 /// A formula over tensor elements, see the [module](self).
 ///
@@ -46,8 +45,10 @@ struct Node {
     reads: u64,
     op: Op,
     args: Args<Expr>,
-    /// The program of this formula alone, once it was asked for.
-    program: OnceLock<&'static Arc<Program>>,
+    /// The hash of the formula with any numbers in place of its own: see [`is_number`].
+    shape: u64,
+    /// The program of this formula alone, once it was asked for; None for a program's own formulas, which it would keep alive.
+    program: OnceLock<Option<Arc<Program>>>,
 }
 
 /// The operands of a node: none for a leaf, at most three.
@@ -65,7 +66,8 @@ impl Expr {
         Expr::leaf(Leaf::Scalar(i))
     }
 
-    /// A constant, written into the kernel.
+    /// A constant. Formulas that differ in such numbers only share a program, which takes them as arguments; 0, 1, 2, 3, 1/2,
+    /// their negatives, infinities and NaN are part of its code.
     pub fn constant(c: f64) -> Expr {
         Expr::leaf(Leaf::Const(c))
     }
@@ -98,12 +100,34 @@ impl Expr {
             Op::Binary(b) => (7, b as u64),
             Op::Select => (8, 0),
         };
-        let hash = args.iter().fold(mix(u64::from(tag) + 1, payload), |h, a| mix(h, a.0.hash));
+        let own = mix(u64::from(tag) + 1, payload);
+        let hash = args.iter().fold(own, |h, a| mix(h, a.0.hash));
+        let shape = match op {
+            Op::Leaf(Leaf::Const(c)) if is_number(c) => mix(0, is_whole(c).into()),
+            Op::Leaf(Leaf::Number { whole, .. }) => mix(0, whole.into()),
+            _ => args.iter().fold(own, |h, a| mix(h, a.0.shape)),
+        };
         let reads = match op {
             Op::Leaf(Leaf::Input(i)) => read_bit(i),
             _ => args.iter().fold(0, |reads, a| reads | a.0.reads),
         };
-        Expr(Arc::new(Node { hash, reads, op, args, program: OnceLock::new() }))
+        Expr(Arc::new(Node { hash, shape, reads, op, args, program: OnceLock::new() }))
+    }
+
+    /// A number of a program, its `index`-th argument.
+    pub(crate) fn number(index: usize, whole: bool) -> Expr {
+        Expr::leaf(Leaf::Number { index, whole })
+    }
+
+    /// The formula with a program that has all constants in its code: for the formulas of tables, whose number is bounded.
+    pub(crate) fn fixed(&self) -> Expr {
+        self.rooted(Some(Arc::new(Program::new(std::slice::from_ref(self)))))
+    }
+
+    /// The formula with a root of its own, which keeps this program or none.
+    pub(crate) fn rooted(&self, program: Option<Arc<Program>>) -> Expr {
+        let Node { hash, shape, reads, op, ref args, .. } = *self.0;
+        Expr(Arc::new(Node { hash, shape, reads, op, args: args.clone(), program: OnceLock::from(program) }))
     }
 }
 
@@ -162,8 +186,18 @@ impl Expr {
     }
 
     /// Where its program is kept.
-    pub(crate) fn program(&self) -> &OnceLock<&'static Arc<Program>> {
+    pub(crate) fn program(&self) -> &OnceLock<Option<Arc<Program>>> {
         &self.0.program
+    }
+
+    /// A hash of the formula with any numbers in place of its own.
+    pub(crate) fn shape_hash(&self) -> u64 {
+        self.0.shape
+    }
+
+    /// Whether the two are one object.
+    pub(crate) fn is_same(&self, other: &Expr) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     pub(crate) fn op(&self) -> Op {

@@ -1,5 +1,6 @@
 //! The closed set of things a formula is made of, and what each is in f64.
 
+use std::f64::consts::FRAC_1_SQRT_2;
 use std::hash::{Hash, Hasher};
 
 /// What a node is.
@@ -21,6 +22,11 @@ pub(crate) enum Leaf {
     Uniform(usize),
     Normal(usize),
     Bits(usize),
+    /// An argument of the program for a constant of its formulas, never NaN.
+    Number {
+        index: usize,
+        whole: bool,
+    },
 }
 
 impl Leaf {
@@ -44,6 +50,7 @@ impl Leaf {
             Leaf::Uniform(i) => (3, i as u64),
             Leaf::Normal(i) => (4, i as u64),
             Leaf::Bits(i) => (5, i as u64),
+            Leaf::Number { index, whole } => (9, (index as u64) << 1 | u64::from(whole)),
         }
     }
 }
@@ -58,6 +65,23 @@ impl Hash for Leaf {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.key().hash(state);
     }
+}
+
+/// `sqrt(2 / pi)`, and the coefficient of the cube in [`Expr::gelu_tanh`].
+pub(crate) const SQRT_2_OVER_PI: f64 = 0.797_884_560_802_865_4;
+pub(crate) const GELU_CUBE: f64 = 0.044715;
+
+/// Constants that simplifications, small powers and fused functions look for.
+const CODE: [f64; 12] = [0.0, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0, 0.5, -0.5, FRAC_1_SQRT_2, SQRT_2_OVER_PI, GELU_CUBE];
+
+/// Whether a constant is an argument of programs, and not part of their code.
+pub(crate) fn is_number(c: f64) -> bool {
+    c.is_finite() && !CODE.contains(&c)
+}
+
+/// Whether integers hold the constant.
+pub(crate) fn is_whole(c: f64) -> bool {
+    c.trunc() == c && c.abs() <= 9e15
 }
 
 /// Primitives of one operand.

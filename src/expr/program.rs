@@ -1,12 +1,27 @@
 //! Formulas computed together, and what is known about them: how many operands they take and which types they need.
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::{Arc, LazyLock, OnceLock, PoisonError, RwLock};
 
-use crate::Compute;
-use crate::expr::key_map::KeyMap;
-use crate::expr::{Binary, Dag, Expr, Leaf, Op};
+use smallvec::SmallVec;
+
+use crate::device::lru::Lru;
+use crate::expr::{Binary, Dag, Expr, Leaf, Op, is_number, is_whole, with_leaves};
+use crate::{Compute, Scalar};
+
+/// Numbers of formulas, in the order in which the formulas read them first.
+type Numbers = SmallVec<[f64; 4]>;
+
+/// The most numbers that a program takes as arguments: drivers grant kernels 1 KiB of arguments at least.
+const MAX_NUMBERS: usize = 48;
+/// The most programs kept for formulas that are not used again as the same object.
+const MAX_PROGRAMS: usize = 1024;
+/// The most programs kept whose formulas differ in numbers, and in which of these are equal.
+const MAX_ALIKE: usize = 8;
+/// The nodes of a formula compared one by one; larger formulas are numbered first.
+const COMPARED: u32 = 256;
 
 /// One formula or several.
 #[derive(Debug)]
@@ -14,6 +29,7 @@ pub(crate) struct Program {
     exprs: Box<[Expr]>,
     inputs: usize,
     scalars: usize,
+    given: usize,
     seeds: usize,
     needs_float: bool,
     uses_bits: bool,
@@ -23,16 +39,20 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// A program whose `j`-th result is `exprs[j]`.
+    /// A program whose `j`-th result is `exprs[j]`, with all constants in its code.
     pub(crate) fn new(exprs: &[Expr]) -> Program {
         let dag = Dag::new(exprs);
         let count =
             |f: fn(Leaf) -> Option<usize>| dag.leaves().filter_map(f).map(|i| i.saturating_add(1)).max().unwrap_or(0);
         let ops = || dag.nodes.iter().map(|n| n.expr.op());
         Program {
-            exprs: exprs.into(),
+            exprs: exprs.iter().map(|e| e.rooted(None)).collect(),
             inputs: dag.arity(),
-            scalars: count(|l| if let Leaf::Scalar(i) = l { Some(i) } else { None }),
+            scalars: count(|l| match l {
+                Leaf::Scalar(i) | Leaf::Number { index: i, .. } => Some(i),
+                _ => None,
+            }),
+            given: count(|l| if let Leaf::Scalar(i) = l { Some(i) } else { None }),
             seeds: count(|l| match l {
                 Leaf::Uniform(i) | Leaf::Normal(i) | Leaf::Bits(i) => Some(i),
                 _ => None,
@@ -56,33 +76,131 @@ impl Program {
 
     /// Whether there is more to do than to copy.
     pub(crate) fn computes(&self) -> bool {
-        let leaf = |e: &Expr| matches!(e.op(), Op::Leaf(Leaf::Input(_) | Leaf::Scalar(_) | Leaf::Const(_)));
+        let leaf = |e: &Expr| {
+            matches!(e.op(), Op::Leaf(Leaf::Input(_) | Leaf::Scalar(_) | Leaf::Const(_) | Leaf::Number { .. }))
+        };
         !self.exprs.iter().all(leaf)
     }
 
-    /// The program of these formulas, scheduled once a process. Formulas are few: numbers that change are scalars.
-    pub(crate) fn of(exprs: &[Expr]) -> Arc<Program> {
-        Arc::clone(Program::kept(exprs))
-    }
-
-    /// [`of`](Program::of), without counting a reference: programs are kept for good. That of one formula which is used again
-    /// and again is found in it.
+    /// The program of these formulas with any numbers in place of their own. A formula that is used again and again keeps its program.
     #[inline]
-    pub(crate) fn kept(exprs: &[Expr]) -> &'static Arc<Program> {
-        match exprs {
-            [expr] => expr.program().get_or_init(|| Program::looked_up(exprs)),
-            _ => Program::looked_up(exprs),
+    pub(crate) fn of(exprs: &[Expr]) -> Cow<'_, Arc<Program>> {
+        if let [expr] = exprs
+            && let Some(program) = expr.program().get_or_init(|| Some(Program::looked_up(exprs)))
+        {
+            return Cow::Borrowed(program);
+        }
+        Cow::Owned(Program::looked_up(exprs))
+    }
+
+    fn looked_up(exprs: &[Expr]) -> Arc<Program> {
+        type Alike = SmallVec<[Arc<Program>; 1]>;
+        static PROGRAMS: LazyLock<RwLock<Lru<u64, Alike>>> = LazyLock::new(|| RwLock::new(Lru::new(MAX_PROGRAMS)));
+        let shape = exprs.iter().fold(exprs.len() as u64, |h, e| h.rotate_left(7) ^ e.shape_hash());
+        let fits = |program: &&Arc<Program>| program.numbers_of(exprs).is_some();
+        let programs = PROGRAMS.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(program) = programs.get(&shape).and_then(|alike| alike.iter().find(fits)) {
+            return Arc::clone(program);
+        }
+        drop(programs);
+        let made = Arc::new(Program::with_numbers_as_arguments(exprs));
+        let mut programs = PROGRAMS.write().unwrap_or_else(PoisonError::into_inner);
+        let (alike, evicted) = programs.get_or_insert(shape, Alike::new);
+        if alike.len() == MAX_ALIKE {
+            alike.remove(0);
+        }
+        alike.push(Arc::clone(&made));
+        drop(programs);
+        drop(evicted);
+        made
+    }
+
+    fn with_numbers_as_arguments(exprs: &[Expr]) -> Program {
+        let plain = Program::new(exprs);
+        let mut numbers = Numbers::new();
+        let number = |leaf: Leaf| if let Leaf::Const(c) = leaf { Some(c).filter(|&c| is_number(c)) } else { None };
+        for c in Dag::new(exprs).leaves().filter_map(number) {
+            if !numbers.contains(&c) {
+                numbers.push(c);
+            }
+        }
+        if numbers.is_empty() || numbers.len() > MAX_NUMBERS {
+            return plain;
+        }
+        let index = |c: f64| plain.scalars + numbers.iter().position(|&n| n == c).unwrap_or(0);
+        Program::new(&with_leaves(exprs, |leaf| number(leaf).map(|c| Expr::number(index(c), is_whole(c)))))
+    }
+
+    /// The numbers that `exprs` have where the program has arguments; None where these are other formulas.
+    fn numbers_of(&self, exprs: &[Expr]) -> Option<Numbers> {
+        let (mut numbers, mut budget) = (Numbers::new(), COMPARED);
+        if exprs.len() != self.exprs.len() {
+            return None;
+        }
+        let mut formulas = exprs.iter().zip(&self.exprs);
+        match formulas.try_fold(true, |same, (e, own)| Some(same && self.has_shape(e, own, &mut numbers, &mut budget)?))
+        {
+            Some(same) => same.then_some(numbers),
+            None => self.numbers_of_large(exprs),
         }
     }
 
-    fn looked_up(exprs: &[Expr]) -> &'static Arc<Program> {
-        type Cache = RwLock<KeyMap<Box<[Expr]>, &'static Arc<Program>>>;
-        static CACHE: LazyLock<Cache> = LazyLock::new(Cache::default);
-        if let Some(program) = CACHE.read().unwrap_or_else(PoisonError::into_inner).get(exprs) {
-            return program;
+    /// [`numbers_of`](Self::numbers_of) by the numbered nodes.
+    fn numbers_of_large(&self, exprs: &[Expr]) -> Option<Numbers> {
+        let (dag, own, mut numbers) = (Dag::new(exprs), Dag::new(&self.exprs), Numbers::new());
+        let mut nodes = dag.nodes.iter().zip(&own.nodes);
+        let same = (dag.nodes.len(), &dag.roots) == (own.nodes.len(), &own.roots)
+            && nodes.all(|(a, b)| a.args == b.args && self.is_leaf(a.expr.op(), b.expr.op(), &mut numbers));
+        same.then_some(numbers)
+    }
+
+    /// Whether `expr` is the program's formula `own` but for numbers, which are collected; None where `budget` nodes are not enough.
+    fn has_shape(&self, expr: &Expr, own: &Expr, numbers: &mut Numbers, budget: &mut u32) -> Option<bool> {
+        if expr.is_same(own) {
+            return Some(true);
         }
-        let mut cache = CACHE.write().unwrap_or_else(PoisonError::into_inner);
-        cache.entry(exprs.into()).or_insert_with(|| Box::leak(Box::new(Arc::new(Program::new(exprs)))))
+        if expr.shape_hash() != own.shape_hash() || !self.is_leaf(expr.op(), own.op(), numbers) {
+            return Some(false);
+        }
+        *budget = budget.checked_sub(1)?;
+        for (expr, own) in expr.args().iter().zip(own.args()) {
+            if !self.has_shape(expr, own, numbers, budget)? {
+                return Some(false);
+            }
+        }
+        Some(true)
+    }
+
+    /// Whether a node is the program's own, or a number where the program has an argument that has this or no number yet.
+    fn is_leaf(&self, op: Op, own: Op, numbers: &mut Numbers) -> bool {
+        let (Op::Leaf(Leaf::Const(c)), Op::Leaf(Leaf::Number { index, whole })) = (op, own) else { return op == own };
+        let Some(place) = index.checked_sub(self.given).filter(|_| is_number(c) && is_whole(c) == whole) else {
+            return false;
+        };
+        if place == numbers.len() {
+            numbers.push(c);
+        }
+        numbers.get(place) == Some(&c)
+    }
+
+    /// Calls `f` with all scalar arguments of the program of `exprs`: their numbers follow the scalars that they were given.
+    #[inline(always)]
+    pub(crate) fn with_arguments<R>(&self, exprs: &[Expr], given: &[Scalar], f: impl FnOnce(&[Scalar]) -> R) -> R {
+        match self.scalars == self.given {
+            true => f(given),
+            false => f(&self.arguments(exprs, given)),
+        }
+    }
+
+    #[inline(never)]
+    fn arguments(&self, exprs: &[Expr], given: &[Scalar]) -> SmallVec<[Scalar; 12]> {
+        let numbers = self.numbers_of(exprs).unwrap_or_default();
+        // Formulas that have arguments for their numbers already are given these, too.
+        let given = if numbers.is_empty() { given } else { &given[..self.given] };
+        let mut arguments = SmallVec::new();
+        given.iter().for_each(|&s| arguments.push(s));
+        numbers.iter().for_each(|&c| arguments.push(Scalar::Float(c)));
+        arguments
     }
 
     /// What an interpreter makes of the program, once: there is one interpreter a process.
@@ -92,7 +210,7 @@ impl Program {
         compiled.downcast_ref().expect("a process has one interpreter of formulas")
     }
 
-    /// The formulas it computes. Those of [`Program::of`] are one set of objects a process: comparing them is free.
+    /// The formulas it computes, with arguments for numbers. Those of one program are the same objects: comparing them is free.
     pub(crate) fn exprs(&self) -> &[Expr] {
         &self.exprs
     }
@@ -103,6 +221,10 @@ impl Program {
     }
     pub(crate) fn scalars(&self) -> usize {
         self.scalars
+    }
+    /// The scalars that the formulas read, without arguments for their numbers.
+    pub(crate) fn given(&self) -> usize {
+        self.given
     }
     pub(crate) fn seeds(&self) -> usize {
         self.seeds
@@ -151,8 +273,8 @@ fn op_needs_float(op: Op) -> bool {
     match op {
         Op::Unary(u) => u.needs_float(),
         Op::Binary(b) => b == Binary::Copysign,
-        Op::Leaf(Leaf::Const(c)) => c.trunc() != c || c.abs() > 9e15,
-        Op::Leaf(Leaf::Uniform(_) | Leaf::Normal(_)) => true,
+        Op::Leaf(Leaf::Const(c)) => !is_whole(c),
+        Op::Leaf(Leaf::Uniform(_) | Leaf::Normal(_) | Leaf::Number { whole: false, .. }) => true,
         _ => false,
     }
 }
@@ -171,5 +293,76 @@ mod tests {
         assert!(Program::new(&[a.exp()]).needs_float());
         assert!(!Program::new(&[Expr::bits(0)]).needs_float());
         assert!(Program::new(&[a.is_inf()]).needs_float());
+    }
+
+    #[test]
+    fn formulas_that_differ_in_numbers_share_a_program() {
+        let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
+        type Of<'a> = &'a dyn Fn(f64, f64) -> Expr;
+        let formulas: [(Of, usize); 6] = [
+            (&|a, _| &x * a, 1),
+            (&|a, b| (&x * a + &y * b).exp() * a, 2),
+            (&|a, b| x.clamp(-a, b) + &s, 2),
+            (&|a, _| (&x + 1.0) * 0.5 - x.pow(a), 1),
+            (&|a, b| (&x * a).gelu() / b, 2),
+            (&|a, _| x.le(a).select(a, &x), 1),
+        ];
+        for (formula, numbers) in formulas {
+            let first = [formula(0.1, 7.25)];
+            let program = Program::of(&first);
+            assert_eq!((program.scalars() - program.given(), program.needs_float()), (numbers, true));
+            for (a, b) in [(1e-9, 4.5), (1e300, 0.3), (-2.5, 1.0 / 3.0)] {
+                let (other, literal) = ([formula(a, b)], Program::new(&[formula(a, b)]));
+                assert!(Arc::ptr_eq(&program, &Program::of(&other)), "{other:?}");
+                program.with_arguments(&other, &[Scalar::Int(9); 2], |scalars| {
+                    let numbers: Vec<f64> = scalars[program.given()..].iter().map(|s| s.to_f64()).collect();
+                    // With its numbers in their places it is the formula again.
+                    let back = with_leaves(program.exprs(), |leaf| match leaf {
+                        Leaf::Number { index, .. } => Some(Expr::constant(numbers[index - program.given()])),
+                        _ => None,
+                    });
+                    assert_eq!((&back[..], scalars.len()), (literal.exprs(), program.scalars()));
+                });
+            }
+        }
+        // Whole numbers do not make floats necessary, and what the code depends on is part of it.
+        assert!(!Program::of(&[&x * 7.0]).needs_float());
+        assert!(!Arc::ptr_eq(&Program::of(&[&x * 7.0]), &Program::of(&[&x * 7.5])));
+        assert!(Arc::ptr_eq(&Program::of(&[&x * 7.0]), &Program::of(&[&x * 19.0])));
+        for code in [0.5, 2.0, f64::INFINITY, f64::NAN] {
+            assert_eq!(Program::of(&[x.max(code)]).scalars(), 0);
+        }
+        assert_eq!(Program::of(&[Expr::input(0).erfinv().fixed()]).scalars(), 0);
+    }
+
+    #[test]
+    fn large_and_shared_formulas_with_numbers() {
+        let deep = |a: f64| {
+            let mut e = Expr::input(0);
+            for i in 0..500 {
+                e = (&e + &e * a).sin() + f64::from(i % 5) * 1.25;
+            }
+            e
+        };
+        let (a, b) = ([deep(0.3)], [deep(0.7)]);
+        assert!(Arc::ptr_eq(&Program::of(&a), &Program::of(&b)));
+        Program::of(&b).with_arguments(&b, &[], |s| assert_eq!(s[0], Scalar::Float(0.7)));
+        // More numbers than a kernel takes are part of the code.
+        let long = (0..100).fold(Expr::input(0), |e, i| e * (f64::from(i) + 0.25));
+        assert_eq!(Program::of(&[long]).scalars(), 0);
+    }
+
+    #[test]
+    fn a_program_lives_as_long_as_its_formula_or_is_evicted() {
+        let x = Expr::input(0);
+        let nth =
+            |n: usize| (0..usize::BITS).fold(x.clone(), |e, bit| if n >> bit & 1 == 1 { e.sin() } else { e.cos() });
+        let kept = [nth(0)];
+        let program = Arc::downgrade(&Program::of(&kept));
+        let first = Arc::downgrade(&Program::of(&[nth(1)]));
+        (2..3 * MAX_PROGRAMS).for_each(|n| drop(Program::of(&[nth(n)])));
+        assert_eq!((program.strong_count(), first.strong_count()), (1, 0));
+        drop(kept);
+        assert_eq!(program.strong_count(), 0);
     }
 }

@@ -117,7 +117,7 @@ impl Row {
         self.derived.get_or_init(|| {
             let inputs: Vec<Expr> = (0..self.arity).map(Expr::input).collect();
             let scalars: Vec<Expr> = (0..self.samples.len()).map(Expr::scalar).collect();
-            let expr = (self.formula)(&inputs, &scalars);
+            let expr = (self.formula)(&inputs, &scalars).fixed();
             let derivatives = match self.derivative {
                 Some(of) => of(&inputs, &scalars),
                 None => (0..self.arity).map(|i| expr.diff(i)).collect(),

@@ -16,8 +16,8 @@ use crate::backend::cpu::{fused_functions, half, interpreter, map};
 use crate::backend::problem::map::compute_type;
 use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::parallel;
+use crate::expr::Op;
 use crate::expr::program::Program;
-use crate::expr::{Expr, Op};
 use crate::storage::{Storage, with_few, with_host};
 use crate::{DType, Error, Result, Scalar, Tensor};
 
@@ -107,13 +107,12 @@ impl<'a> Primitive<'a> {
     pub(crate) fn of(
         inputs: &'a [&'a Tensor],
         scalars: &'a [Scalar],
-        expr: &'a Expr,
+        program: &'a Program,
         dtype: DType,
     ) -> Option<Primitive<'a>> {
         let first = *inputs.first()?;
         let fits = |t: &&Tensor| t.dtype == dtype && t.device() == first.device();
         let alike = matches!(dtype, DType::F32 | DType::F64) && inputs.iter().all(fits);
-        let program = Program::kept(std::slice::from_ref(expr));
         let [step] = &program.steps().list[..] else { return None };
         let action @ (Action::Compute(Op::Unary(_) | Op::Binary(_)) | Action::Fused(_)) = step.action else {
             return None;
@@ -296,6 +295,7 @@ impl Launch<'_> {
 mod tests {
     use super::*;
     use crate::Device;
+    use crate::Expr;
     use crate::backend::problem::map::Params;
     use crate::ops::elementwise::apply_into;
 
@@ -360,7 +360,7 @@ mod tests {
                 }
             }
             for refused in [x.clone(), &x * 2.0 + &y] {
-                assert!(!run("test", &Program::of(&[refused]), &[&full, &other], &[], &[&out]).unwrap());
+                assert!(!run("test", &Program::new(&[refused]), &[&full, &other], &[], &[&out]).unwrap());
             }
             // In place: as if what is changed were another tensor, whichever operand it is, or both.
             let program = Program::of(std::slice::from_ref(&sum));
@@ -414,7 +414,8 @@ mod tests {
             ] {
                 let inputs: &[&Tensor] = if expr.uses_input(1) { &[&a, &b] } else { &[&a] };
                 let scalars = [Scalar::Float(2.5)];
-                let alike = Primitive::of(inputs, &scalars, &expr, DType::F32).expect("it is of this kind");
+                let program = Program::new(std::slice::from_ref(&expr));
+                let alike = Primitive::of(inputs, &scalars, &program, DType::F32).expect("it is of this kind");
                 for _ in 0..2 {
                     // from either end
                     let out = a.zeros_like().unwrap();
@@ -441,7 +442,12 @@ mod tests {
             (&[&a], x.clone(), DType::F32),
         ];
         for (inputs, expr, dtype) in &refused {
-            assert!(Primitive::of(inputs, &[], expr, *dtype).is_none(), "{expr:?} of {} {dtype}", inputs[0].shape());
+            let program = Program::new(std::slice::from_ref(expr));
+            assert!(
+                Primitive::of(inputs, &[], &program, *dtype).is_none(),
+                "{expr:?} of {} {dtype}",
+                inputs[0].shape()
+            );
         }
     }
 }

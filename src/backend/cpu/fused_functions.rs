@@ -1,7 +1,7 @@
 //! Functions such as gelu that are one step on the CPU, though their formulas have several primitives: each primitive would
 //! read and write all elements of a tile.
 
-use std::f64::consts::{FRAC_1_SQRT_2, PI};
+use std::f64::consts::FRAC_1_SQRT_2;
 
 use pulp::Arch;
 
@@ -9,7 +9,7 @@ use crate::backend::cpu::interpreter::{TileIn, many, run as run_each};
 use crate::backend::cpu::scalar::{Number, VectorFunction};
 use crate::backend::cpu::steps::Action;
 use crate::backend::cpu::vectorised::{Function, function};
-use crate::expr::{Args, Binary, DagNode, Leaf, Op, Unary};
+use crate::expr::{Args, Binary, DagNode, GELU_CUBE, Leaf, Op, SQRT_2_OVER_PI, Unary};
 
 /// What such a step computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +46,10 @@ pub(crate) fn find(nodes: &[DagNode], i: usize) -> Option<(Action, Args<usize>)>
             }
             // `select(x <= c, c, x)` is `max(x, c)`, for NaN and -0 too.
             let (condition, c, x) = (nodes[i].args[0], nodes[i].args[1], nodes[i].args[2]);
-            let number = matches!(op(nodes, c), Op::Leaf(Leaf::Const(c)) if !c.is_nan());
+            let number = match op(nodes, c) {
+                Op::Leaf(Leaf::Const(c)) => !c.is_nan(),
+                other => matches!(other, Op::Leaf(Leaf::Number { .. })),
+            };
             let max = (Action::Compute(Op::Binary(Binary::Max)), Args::from_slice(&[x, c]));
             (number && is(nodes, condition, Binary::Le, [x, c])).then_some(max)
         }
@@ -88,10 +91,10 @@ fn gelu(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
 fn gelu_tanh(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
     let x = beside(nodes, half, Binary::Mul, 0.5)?;
     let tanh = beside(nodes, rest, Binary::Add, 1.0)?;
-    let sum = beside(nodes, unary(nodes, tanh, Unary::Tanh)?, Binary::Mul, (2.0 / PI).sqrt())?;
+    let sum = beside(nodes, unary(nodes, tanh, Unary::Tanh)?, Binary::Mul, SQRT_2_OVER_PI)?;
     let [_, cube] = nodes[sum].args[..] else { return None };
     let scaled = *nodes[cube].args.first()?;
-    let square = beside(nodes, scaled, Binary::Mul, 0.044715)?;
+    let square = beside(nodes, scaled, Binary::Mul, GELU_CUBE)?;
     let fits = is(nodes, sum, Binary::Add, [x, cube]) && is(nodes, cube, Binary::Mul, [scaled, x]);
     (fits && is(nodes, square, Binary::Mul, [x, x])).then_some(x)
 }
@@ -102,7 +105,7 @@ fn clamp(nodes: &[DagNode], i: usize) -> Option<[usize; 3]> {
         (Op::Select, &[condition, a, b]) => Some((condition, a, b)),
         _ => None,
     };
-    let number = |i: usize| matches!(op(nodes, i), Op::Leaf(Leaf::Const(_) | Leaf::Scalar(_)));
+    let number = |i: usize| matches!(op(nodes, i), Op::Leaf(Leaf::Const(_) | Leaf::Scalar(_) | Leaf::Number { .. }));
     let (above, high, raised) = select(i)?;
     let (below, low, x) = select(raised)?;
     let fits = is(nodes, above, Binary::Lt, [high, raised]) && is(nodes, below, Binary::Lt, [x, low]);
@@ -139,6 +142,8 @@ pub(crate) fn run<'a, C: Number>(
 
 #[cfg(test)]
 mod tests {
+    use std::f64::consts::PI;
+
     use super::*;
     use crate::Scalar;
     use crate::backend::cpu::interpreter::{Scratch, Tile};

@@ -13,6 +13,7 @@ use crate::backend::problem::gemm::{Gemm, GemmOperand, GemmPlan};
 use crate::backend::problem::map::{Formulas, Params};
 use crate::device::cpu::gemm::{Place, gemm, gemm_and_sums, gemm_f32, gemm_integers};
 use crate::expr::Expr;
+use crate::expr::program::Program;
 use crate::storage::with_host;
 use crate::{DType, Result, Shape, Tensor};
 
@@ -81,7 +82,8 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let inputs: Vec<&Tensor> = std::iter::once(&product).chain(g.extras.iter().copied()).collect();
     let outs: Vec<&Tensor> = outs.iter().collect();
     let params = Params::of(g.scalars);
-    map::formulas(&Formulas { op: g.op, inputs: &inputs, params, exprs: g.epilogue, outputs: &outs })?;
+    let program = &Program::of(g.epilogue);
+    map::formulas(&Formulas { op: g.op, inputs: &inputs, params, program, outputs: &outs })?;
     Ok(false)
 }
 

@@ -59,7 +59,7 @@ impl Epilogue<'_> {
         let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &[&outs[0].layout]);
         let rows = GemmOperand { row: plan.n as isize, col: 1, batch: SmallVec::new() };
         let straight = in_pieces((plan.m, plan.n, plan.k)) && plan.count() == 1 && plan.others[0] == rows;
-        let program = Program::of(g.epilogue);
+        let program = Program::of(g.epilogue).into_owned();
         let operands: SmallVec<[&Tensor; 4]> = outs.iter().take(1).chain(g.extras.iter().copied()).collect();
         if !straight
             || !is_float(dtype)

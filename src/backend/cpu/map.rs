@@ -15,7 +15,6 @@ use crate::backend::cpu::{flat, masks};
 use crate::backend::problem::map::{Formulas, Launch};
 use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::streaming::Streaming;
-use crate::expr::program::Program;
 use crate::storage::{Storage, with_host};
 use crate::{Compute, DType, Error, Result, Tensor};
 
@@ -42,8 +41,7 @@ enum Source {
 
 /// Formulas over tensors: by the shortest way that fits them.
 pub(crate) fn formulas(formulas: &Formulas) -> Result<()> {
-    let Formulas { op, inputs, params, exprs, outputs } = *formulas;
-    let program = Program::kept(exprs);
+    let Formulas { op, inputs, params, program, outputs } = *formulas;
     if params.seeds.is_empty() && flat::run(op, program, inputs, params.scalars, outputs)? {
         return Ok(());
     }
@@ -51,7 +49,7 @@ pub(crate) fn formulas(formulas: &Formulas) -> Result<()> {
         return Ok(());
     }
     // A storage is locked either for reading or for writing: there even disjoint parts count as overlapping.
-    formulas.checked(program, false, |launch, _| run(launch))
+    formulas.checked(false, |launch, _| run(launch))
 }
 
 pub(crate) fn run(launch: &Launch) -> Result<()> {

@@ -16,6 +16,7 @@ use crate::backend::problem::norm::{Normalisation, unbind};
 use crate::backend::problem::reduction::SafeRange;
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
+use crate::expr::program::Program;
 use crate::storage::with_host;
 use crate::{Compute, Result, Scalar, Tensor};
 
@@ -367,8 +368,9 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
             result = result + x(inputs.len());
             inputs.push(bias);
         }
-        let (inputs, exprs, outputs) = (&inputs, &[result], &[rows.y]);
-        return map::formulas(&Formulas { op: "norm", inputs, params, exprs, outputs });
+        let exprs = [result];
+        let (inputs, program, outputs) = (&inputs, &Program::of(&exprs), &[rows.y]);
+        return map::formulas(&Formulas { op: "norm", inputs, params, program, outputs });
     };
     let [sum, product] = &unbind("norm", &numbers)?;
     let mut inputs = vec![rows.x, z, mean, scale, sum, product];
@@ -380,6 +382,7 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
     }
     let normal = (x(1) - x(2)) * x(3);
     let less = if rows.rms { grad } else { grad - x(4) * &share };
-    let result = (less - normal * x(5) * share) * x(3);
-    map::formulas(&Formulas { op: "norm", inputs: &inputs, params, exprs: &[result], outputs: &[rows.y] })
+    let exprs = [(less - normal * x(5) * share) * x(3)];
+    let program = &Program::of(&exprs);
+    map::formulas(&Formulas { op: "norm", inputs: &inputs, params, program, outputs: &[rows.y] })
 }

@@ -93,7 +93,7 @@ impl ReductionJob<'_> {
                 out.iter_mut().zip(values).for_each(|(o, v)| *o = S::truth(v.is_true()));
             }),
             Element::Of(formula) => {
-                let program: &Program = Program::kept(std::slice::from_ref(formula));
+                let program: &Program = &Program::of(std::slice::from_ref(formula));
                 reduced(&|at, stride, out| {
                     let (mut loaded, mut made) = (Vec::new(), Vec::new());
                     let values = read((dtype, bytes), at as usize, stride, out.len(), &mut loaded);
@@ -153,7 +153,7 @@ fn eval<C: Number>(program: &Program, values: &[C], scalars: &[Scalar], out: &mu
 
 /// A formula of each result and of [`Reduction::number`].
 fn evaluated<S: Number>(finish: &Expr, number: f64, results: &[S]) -> Vec<S> {
-    let program = Program::kept(std::slice::from_ref(finish));
+    let program = &Program::of(std::slice::from_ref(finish));
     let mut out = vec![S::from_i32(0); results.len()];
     for (out, results) in out.chunks_mut(TILE).zip(results.chunks(TILE)) {
         eval(program, results, &[Scalar::Float(number)], out);

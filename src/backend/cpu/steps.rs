@@ -123,7 +123,7 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
         };
         let value = match *action {
             Action::Compute(Op::Leaf(Leaf::Input(k))) => Value::Input(k),
-            Action::Compute(Op::Leaf(Leaf::Scalar(k))) => Value::Scalar(k),
+            Action::Compute(Op::Leaf(Leaf::Scalar(k) | Leaf::Number { index: k, .. })) => Value::Scalar(k),
             Action::Compute(Op::Leaf(Leaf::Const(c))) => Value::Const(c),
             _ => {
                 let dst = match dag.roots.iter().position(|&r| r == i) {

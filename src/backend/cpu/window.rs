@@ -8,6 +8,7 @@ use crate::backend::problem::map::{Formulas, Params};
 use crate::backend::problem::windows::{Task, Windows};
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
+use crate::expr::program::Program;
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
 
@@ -151,8 +152,9 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
 fn in_planes(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
     let rows = |t: &Tensor| Tensor::empty_like_shape(t.shape(), t.dtype, t.device());
     let copy = |from: &Tensor, to: &Tensor| {
-        let (inputs, exprs, outputs) = (&[from], &[Expr::input(0)], &[to]);
-        map::formulas(&Formulas { op: "copy", inputs, params: Params::default(), exprs, outputs })
+        let (inputs, read, outputs) = (&[from], [Expr::input(0)], &[to]);
+        let program = &Program::of(&read);
+        map::formulas(&Formulas { op: "copy", inputs, params: Params::default(), program, outputs })
     };
     let moves = matches!(task, Task::Max | Task::MaxBackward) && !index.is_contiguous();
     let (planes, indices) = (rows(out)?, if moves { rows(index)? } else { index.detach() });

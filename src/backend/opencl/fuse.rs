@@ -27,8 +27,9 @@ use crate::storage::{Bytes, CapturedStorage, Storage, Uses};
 use crate::tensor::Layout;
 use crate::{Compute, DType, Expr, Result, Scalar, Tensor};
 
-/// The most operands, and the most scalars, of a fused formula: they are kernel arguments and registers.
+/// The most operands, and the most scalars and seeds, of a fused formula: they are kernel arguments and registers.
 const MAX_OPERANDS: usize = 16;
+const MAX_SCALARS: usize = 48;
 
 /// The most nodes of a fused formula: longer ones take too long to compile.
 const MAX_NODES: usize = 96;
@@ -127,13 +128,13 @@ pub(super) fn record(formulas: &Formulas, launch: impl FnOnce() -> Result<()>) -
 
 impl Formula {
     fn of(formulas: &Formulas, command: usize) -> Option<Formula> {
-        let Formulas { op, inputs, params, exprs, outputs } = *formulas;
+        let Formulas { op, inputs, params, program, outputs } = *formulas;
         let operands = |tensors: &[&Tensor]| tensors.iter().map(|t| Operand::of(t)).collect::<Option<Vec<_>>>();
         let base = match params.base {
             Some(base) => Some(Operand::of(base)?),
             None => None,
         };
-        let (scalars, seeds, exprs) = (params.scalars.to_vec(), params.seeds.to_vec(), exprs.to_vec());
+        let (scalars, seeds, exprs) = (params.scalars.to_vec(), params.seeds.to_vec(), program.exprs().to_vec());
         let (inputs, outputs) = (operands(inputs)?, operands(outputs)?);
         Some(Formula { op, inputs, outputs, exprs, scalars, seeds, base, command, fused: Vec::new() })
     }
@@ -167,6 +168,7 @@ impl Formula {
         let substitute = with_leaves(&first.exprs, |leaf| match leaf {
             Leaf::Input(i) => Some(Expr::input(others[i])),
             Leaf::Scalar(i) => Some(Expr::scalar(scalars + i)),
+            Leaf::Number { index, whole } => Some(Expr::number(scalars + index, whole)),
             Leaf::Uniform(i) => Some(Expr::uniform(seeds + i)),
             Leaf::Normal(i) => Some(Expr::normal(seeds + i)),
             Leaf::Bits(i) => Some(Expr::bits(seeds + i)),
@@ -205,7 +207,8 @@ impl Formula {
         let base = self.base.as_ref().map(again).transpose()?;
         let (inputs, outputs) = (inputs.iter().collect::<Vec<_>>(), outputs.iter().collect::<Vec<_>>());
         let params = Params { scalars: &self.scalars, seeds: &self.seeds, base: base.as_ref() };
-        map::launch(&Formulas { op: self.op, inputs: &inputs, params, exprs: &self.exprs, outputs: &outputs })
+        let program = Program::of(&self.exprs);
+        map::launch(&Formulas { op: self.op, inputs: &inputs, params, program: &program, outputs: &outputs })
     }
 }
 
@@ -367,7 +370,7 @@ impl Capture<'_> {
             (DType::F32, Compute::F32) | (DType::F64, Compute::F64) | (DType::I64, Compute::I64)
         );
         let fits = fused.inputs.len() + fused.outputs.len() <= MAX_OPERANDS
-            && fused.scalars.len() + fused.seeds.len() <= MAX_OPERANDS
+            && fused.scalars.len() + fused.seeds.len() <= MAX_SCALARS
             && Dag::new(&fused.exprs).nodes.len() <= MAX_NODES
             && !first.can_fault();
         // A constant would be folded into the fused expression, which is computed in another precision.

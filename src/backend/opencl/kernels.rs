@@ -4,9 +4,9 @@ use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
 use smallvec::SmallVec;
 
+use crate::device::lru::Lru;
 use crate::device::opencl::{self, Arg, ClDevice, ClKernel, Fault};
 use crate::expr::Expr;
-use crate::expr::key_map::KeyMap;
 use crate::storage::ClPlace;
 use crate::{Device, Result, Tensor};
 
@@ -32,6 +32,13 @@ pub(crate) fn with_prelude(source: &str) -> String {
     [&codes.concat(), include_str!("../../../kernels/prelude.cl"), "\n", source].concat()
 }
 
+/// The most kernels kept, of all devices.
+const MAX_KERNELS: usize = 4096;
+
+/// By device, whether with [wide offsets](ClDevice::has_wide_offsets), and launch.
+type Kernels = Lru<(Device, bool, KernelKey), Arc<ClKernel>>;
+static KERNELS: LazyLock<RwLock<Kernels>> = LazyLock::new(|| RwLock::new(Lru::new(MAX_KERNELS)));
+
 /// The kernel of this key, from the cache or built from `source` (without the prelude); `entry` is its name there.
 pub(crate) fn kernel(
     device: &'static ClDevice,
@@ -39,16 +46,18 @@ pub(crate) fn kernel(
     entry: &str,
     source: impl FnOnce() -> String,
 ) -> Result<Arc<ClKernel>> {
-    type Cache = RwLock<KeyMap<(Device, bool, KernelKey), Arc<ClKernel>>>;
-    static CACHE: LazyLock<Cache> = LazyLock::new(Cache::default);
     let key = (device.device(), device.has_wide_offsets(), key);
-    if let Some(kernel) = CACHE.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+    if let Some(kernel) = KERNELS.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
         return Ok(kernel.clone());
     }
     // Built without the lock, because a build takes up to a second. If two threads build the same kernel, one of the results is kept.
     let built = device.build(key.2.template, &with_prelude(&source()), entry)?;
-    let mut cache = CACHE.write().unwrap_or_else(PoisonError::into_inner);
-    Ok(cache.entry(key).or_insert_with(|| Arc::new(built)).clone())
+    let mut kernels = KERNELS.write().unwrap_or_else(PoisonError::into_inner);
+    let (kernel, evicted) = kernels.get_or_insert(key, || Arc::new(built));
+    let kernel = Arc::clone(kernel);
+    drop(kernels);
+    drop(evicted); // asks the driver to release them
+    Ok(kernel)
 }
 
 /// A tensor's buffer and offset, as arguments of a kernel. The memory is not moved while the view lives, and the arguments of a launch
@@ -88,5 +97,36 @@ impl Tensor {
         let place = self.storage.cl()?;
         let start = place.offset() / self.dtype.size();
         Ok(BufferView { place, first: start + self.layout.offset })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set_capacity(capacity: usize) -> usize {
+        KERNELS.write().unwrap_or_else(PoisonError::into_inner).set_capacity(capacity)
+    }
+
+    #[test]
+    fn formulas_without_end_are_evicted() -> Result<()> {
+        for device in (0..opencl::count()).map(Device::OpenCL) {
+            let (few, x) = (8, Tensor::from_slice(&[1f32, 2.0], 2, device)?);
+            let nth = |e: &Expr, n: usize| {
+                (0..6).fold(e.clone(), |r, bit| if n >> bit & 1 == 1 { r + e } else { r.abs() - e })
+            };
+            let before = set_capacity(few);
+            let mut most = 0;
+            for n in (0..24).chain(0..24) {
+                let got = Tensor::map(&[&x], |e| nth(&e[0], n))?.to_vec::<f32>()?;
+                let right = |x: f32| (0..6).fold(x, |r, bit| if n >> bit & 1 == 1 { r + x } else { r.abs() - x });
+                assert_eq!(got, [right(1.0), right(2.0)], "{n} on {device}");
+                let kernels = KERNELS.read().unwrap_or_else(PoisonError::into_inner);
+                most = most.max(kernels.iter().filter(|((of, _), _)| *of == device).count());
+            }
+            set_capacity(before);
+            assert!(most <= few, "{most} kernels on {device}");
+        }
+        Ok(())
     }
 }

@@ -4,7 +4,7 @@
 //! The [`Key`] has everything that a plan depends on, including the dtypes and layouts of tensors, but of their offsets only the
 //! alignment. The cache keeps no tensor alive.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use smallvec::SmallVec;
@@ -16,7 +16,8 @@ use crate::expr::Expr;
 use crate::tensor::Layout;
 use crate::{DType, Device, Result, Tensor};
 
-/// The cache is set-associative, like a processor's.
+/// The cache is set-associative, like a processor's, with the least recently used entry of a set evicted: the entries of a thread are
+/// found without a lock, and faster than in an [`Lru`](crate::device::lru::Lru).
 const SETS: usize = 128;
 const WAYS: usize = 4;
 
@@ -87,7 +88,16 @@ struct Table {
     tuned: u64,
     /// The number of entries that were ever inserted.
     kept: usize,
-    slots: Vec<(u64, Option<Rc<Entry>>)>,
+    slots: Vec<Way>,
+}
+
+/// A place in a set.
+#[derive(Default)]
+struct Way {
+    hash: u64,
+    /// [`Table::kept`] when the entry was last used.
+    used: Cell<usize>,
+    entry: Option<Rc<Entry>>,
 }
 
 thread_local! {
@@ -124,9 +134,10 @@ pub(crate) fn find(key: &Key) -> std::result::Result<Rc<Entry>, Slot> {
     let found = TABLE.try_with(|table| {
         let table = table.try_borrow().ok().filter(|table| table.tuned == slot.tuned)?;
         let set = table.slots.get(slot.set()..slot.set() + WAYS)?;
-        let hit = |(hash, entry): &'_ (u64, Option<Rc<Entry>>)| match entry {
-            Some(entry) if *hash == slot.hash && key.is(entry) => Some(Rc::clone(entry)),
-            _ => None,
+        let hit = |way: &Way| {
+            let entry = way.entry.as_ref().filter(|entry| way.hash == slot.hash && key.is(entry))?;
+            way.used.set(table.kept);
+            Some(Rc::clone(entry))
         };
         set.iter().find_map(hit)
     });
@@ -149,10 +160,11 @@ impl Slot {
                 table.slots.resize_with(SETS * WAYS, Default::default);
             }
             table.kept += 1;
-            let oldest = table.kept % WAYS;
+            let used = Cell::new(table.kept);
             let set = &mut table.slots[self.set()..self.set() + WAYS];
-            let way = set.iter().position(|(_, entry)| entry.is_none()).unwrap_or(oldest);
-            set[way] = (self.hash, Some(Rc::clone(&entry)));
+            if let Some(way) = set.iter_mut().min_by_key(|way| (way.entry.is_some(), way.used.get())) {
+                *way = Way { hash: self.hash, used, entry: Some(Rc::clone(&entry)) };
+            }
         });
         entry
     }

@@ -15,7 +15,6 @@ use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::streaming;
 use crate::device::opencl::{Arg, ClDevice, Knob, LARGEST_GROUP, SizeClass};
 use crate::device::{DeviceKind, capture};
-use crate::expr::program::Program;
 use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
 
@@ -101,11 +100,11 @@ pub(crate) fn launch(formulas: &Formulas) -> Result<()> {
     if image::elementwise(formulas)? {
         return Ok(());
     }
-    let Formulas { inputs, params, exprs, outputs, .. } = *formulas;
+    let Formulas { inputs, params, program, outputs, .. } = *formulas;
     let tensors: SmallVec<[&Tensor; 10]> = inputs.iter().chain(outputs).copied().chain(params.base).collect();
     let in_place = in_place(inputs.iter().copied(), outputs);
     let numbers = &[in_place.into()];
-    let key = Key { of: OpKind::Map, device: outputs[0].device(), numbers, exprs, tensors: &tensors };
+    let key = Key { of: OpKind::Map, device: outputs[0].device(), numbers, exprs: program.exprs(), tensors: &tensors };
     // Where an input overlaps an output the plan is for a copy of the input, and so not cached.
     let slot = match !in_place || inputs.iter().all(|t| is_clear_of(t, outputs)) {
         true => match launch_cache::find(&key) {
@@ -114,7 +113,7 @@ pub(crate) fn launch(formulas: &Formulas) -> Result<()> {
         },
         false => None,
     };
-    formulas.checked(Program::kept(exprs), true, |launch, copied| {
+    formulas.checked(true, |launch, copied| {
         let written = outputs.iter().copied();
         let tensors: SmallVec<[&Tensor; 8]> = launch.inputs.iter().chain(written).chain(params.base).collect();
         let run = |plan: &LaunchPlan| plan.launch(&tensors, params);

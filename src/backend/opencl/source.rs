@@ -50,7 +50,7 @@ impl Program {
             let args: Args<&str> = node.args.iter().map(|&a| &*names[a]).collect();
             let name = match node.expr.op() {
                 Op::Leaf(Leaf::Input(k)) => format!("x{k}"),
-                Op::Leaf(Leaf::Scalar(k)) => format!("s{k}"),
+                Op::Leaf(Leaf::Scalar(k) | Leaf::Number { index: k, .. }) => format!("s{k}"),
                 Op::Leaf(Leaf::Const(value)) => constant(value, compute),
                 Op::Leaf(leaf) => {
                     let (kind, seed) = leaf.draws().expect("the other leaves draw");

@@ -2,7 +2,6 @@
 
 use smallvec::SmallVec;
 
-use crate::expr::Expr;
 use crate::expr::philox::Seed;
 use crate::expr::program::Program;
 use crate::layout::collapse::StridedDims;
@@ -68,25 +67,20 @@ pub(crate) fn in_place<'a>(mut inputs: impl Iterator<Item = &'a Tensor>, outputs
     inputs.any(|t| outputs.iter().any(|out| t.shares_storage(out)))
 }
 
-/// An elementwise operation: `exprs` over `inputs`, which are broadcast to the shape of the outputs, written to `outputs`.
+/// An elementwise operation: a program over `inputs`, which are broadcast to the shape of the outputs, written to `outputs`.
 pub(crate) struct Formulas<'a> {
     pub(crate) op: &'static str,
     pub(crate) inputs: &'a [&'a Tensor],
     pub(crate) params: Params<'a>,
-    pub(crate) exprs: &'a [Expr],
+    pub(crate) program: &'a Program,
     pub(crate) outputs: &'a [&'a Tensor],
 }
 
 impl Formulas<'_> {
     /// Checks devices and shapes, and calls `launch` unless the outputs are empty. Inputs that overlap an output are copied first,
     /// which the second argument of `launch` says. `by_parts` says that disjoint parts of one storage do not count as an overlap.
-    pub(crate) fn checked(
-        &self,
-        program: &Program,
-        by_parts: bool,
-        launch: impl FnOnce(&Launch, bool) -> Result<()>,
-    ) -> Result<()> {
-        let Formulas { op, inputs, params: Params { scalars, seeds, base }, outputs, .. } = *self;
+    pub(crate) fn checked(&self, by_parts: bool, launch: impl FnOnce(&Launch, bool) -> Result<()>) -> Result<()> {
+        let Formulas { op, inputs, params: Params { scalars, seeds, base }, program, outputs } = *self;
         let (shape, device) = (outputs[0].shape(), outputs[0].device());
         for t in inputs {
             if t.device() != device {

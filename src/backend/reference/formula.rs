@@ -6,17 +6,16 @@ use super::values::{both, converted, is_true, max, min, read_as, write};
 use crate::backend::problem::map::{Formulas, Params, compute_type};
 use crate::expr::philox::{Bits, Draw, Normal, Seed, Uniform};
 use crate::expr::primitives::{gcd, shl, shr};
-use crate::expr::program::Program;
 use crate::expr::{Binary, Expr, Leaf, Op, Unary};
 use crate::{Compute, Result, Scalar};
 
 /// Every result is computed of the inputs as they were before, and written in row-major order.
 pub(super) fn map(formulas: &Formulas) -> Result<()> {
-    let Formulas { inputs, params, exprs, outputs, .. } = *formulas;
-    let (shape, compute) = (outputs[0].shape(), compute_type(&Program::of(exprs), inputs, outputs));
+    let Formulas { inputs, params, program, outputs, .. } = *formulas;
+    let (shape, compute) = (outputs[0].shape(), compute_type(program, inputs, outputs));
     let inputs = inputs.iter().map(|t| read_as(t, shape)).collect::<Result<Vec<ArrayD<Scalar>>>>()?;
     let inputs: Vec<Vec<Scalar>> = inputs.into_iter().map(|x| x.into_iter().collect()).collect();
-    let results = exprs.iter().map(|expr| -> Vec<Scalar> {
+    let results = program.exprs().iter().map(|expr| -> Vec<Scalar> {
         let at = |e: usize| inputs.iter().map(|x| x[e]).collect::<Vec<_>>();
         (0..shape.numel()).map(|e| value(expr, &at(e), params, e as u64, compute)).collect()
     });
@@ -31,7 +30,7 @@ pub(super) fn value(expr: &Expr, inputs: &[Scalar], params: Params, e: u64, comp
         Op::Leaf(leaf) => {
             let value = match leaf {
                 Leaf::Input(i) => inputs[i],
-                Leaf::Scalar(i) => params.scalars[i],
+                Leaf::Scalar(i) | Leaf::Number { index: i, .. } => params.scalars[i],
                 Leaf::Const(c) => c.into(),
                 Leaf::Uniform(i) => drawn::<Uniform>(params.seeds[i], e),
                 Leaf::Normal(i) => drawn::<Normal>(params.seeds[i], e),

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
 use super::parameters::{Family, PARAMETERS, Tunable};
 use crate::Error;
 use crate::device::level::{Level, WORTH};
+use crate::device::lru::Lru;
 use crate::device::{lock, log};
 use crate::error::Excerpt;
 
@@ -27,7 +28,7 @@ pub(crate) const LARGEST_GROUP: usize = 1024;
 const SIZES: usize = 8;
 
 /// What a choice is of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Subject {
     /// A parameter, by its place in the table.
     Knob(usize),
@@ -36,7 +37,7 @@ pub(crate) enum Subject {
 }
 
 /// Sizes that are near each other: the powers of two below them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct SizeClass([u8; SIZES]);
 
 impl SizeClass {
@@ -66,10 +67,19 @@ pub(super) struct Choices {
     table: Mutex<Table>,
 }
 
-#[derive(Default)]
 struct Table {
-    chosen: Chosen,
-    trials: BTreeMap<(Subject, SizeClass), Trial>,
+    chosen: Lru<(Subject, SizeClass), usize>,
+    trials: Lru<(Subject, SizeClass), Trial>,
+}
+
+/// The most choices kept, and the most under trial: formulas have kernels of their own, and there is no end of formulas.
+const MAX_CHOSEN: usize = 8192;
+const MAX_TRIALS: usize = 1024;
+
+impl Default for Table {
+    fn default() -> Table {
+        Table { chosen: Lru::new(MAX_CHOSEN), trials: Lru::new(MAX_TRIALS) }
+    }
 }
 
 /// Candidates, the default first, with the microseconds of launches.
@@ -114,6 +124,14 @@ pub(super) fn preparing<T>(prepare: impl FnOnce() -> T) -> (T, Option<OnTrial>) 
     match PREPARING.get() {
         Preparing::Trial(trial) => (prepared, Some(trial)),
         _ => (prepared, None),
+    }
+}
+
+impl Table {
+    /// Notes a choice, which ends its trial.
+    fn choose(&mut self, of: (Subject, SizeClass), value: usize) {
+        self.trials.remove(&of);
+        *self.chosen.get_or_insert(of, || value).0 = value;
     }
 }
 
@@ -186,10 +204,9 @@ impl Choices {
             (_, Preparing::Trial(trial)) if trial.of == of => trial.value,
             (Level::None, _) | (_, Preparing::Nothing | Preparing::Trial(_)) => default,
             (level, Preparing::Launch) if may_try() => {
-                let trial = table.trials.entry(of).or_insert_with(|| Trial::new(default, candidates(level)));
+                let (trial, _) = table.trials.get_or_insert(of, || Trial::new(default, candidates(level)));
                 if let [_] = trial.candidates[..] {
-                    table.trials.remove(&of);
-                    table.chosen.insert(of, default);
+                    table.choose(of, default);
                     return default;
                 }
                 let value = trial.next();
@@ -212,8 +229,7 @@ impl Choices {
         let mut table = lock(&self.table);
         let chosen = table.trials.get_mut(&of).and_then(|trial| trial.note(value, micros));
         if let Some(chosen) = chosen {
-            table.trials.remove(&of);
-            table.chosen.insert(of, chosen);
+            table.choose(of, chosen);
         }
         chosen.is_some()
     }
@@ -224,7 +240,7 @@ impl Choices {
 
     pub(super) fn set_level(&self, level: Level) {
         self.level.store(level as u8, Relaxed);
-        lock(&self.table).trials.clear();
+        lock(&self.table).trials = Table::default().trials;
     }
 
     /// Whether they are used from now on; gives whether they were.
@@ -233,19 +249,18 @@ impl Choices {
     }
 
     pub(super) fn on_trial(&self) -> usize {
-        lock(&self.table).trials.len()
+        lock(&self.table).trials.iter().count()
     }
 
     /// What was chosen.
     pub(super) fn chosen(&self) -> Chosen {
-        lock(&self.table).chosen.clone()
+        lock(&self.table).chosen.iter().map(|(&of, &value)| (of, value)).collect()
     }
 
     /// These as well.
     pub(super) fn extend(&self, chosen: Chosen) {
         let mut table = lock(&self.table);
-        table.trials.retain(|of, _| !chosen.contains_key(of));
-        table.chosen.extend(chosen);
+        chosen.into_iter().for_each(|(of, value)| table.choose(of, value));
         drop(table);
         self.note_use();
     }
@@ -258,7 +273,7 @@ impl Choices {
 
     /// Notes whether there is anything to look up.
     pub(super) fn note_use(&self) {
-        let any = self.level.load(Relaxed) != 0 || !lock(&self.table).chosen.is_empty();
+        let any = self.level.load(Relaxed) != 0 || !lock(&self.table).chosen.iter().next().is_none();
         self.is_on.store(any && !self.ignored.load(Relaxed), Relaxed);
     }
 }

@@ -3,7 +3,6 @@
 //! A program is named by the SHA-256 of everything that its binary depends on: the device, its driver, the source, the
 //! options and this crate's version.
 
-use std::collections::{HashMap, VecDeque};
 use std::ffi::CString;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -24,6 +23,7 @@ use super::driver::{ClKernel, Program, call, create, info, value};
 use super::errors::ClError;
 use super::exit;
 use crate::device::lock;
+use crate::device::lru::Lru;
 use crate::device::profiler;
 use crate::device::{DeviceKind, log};
 use crate::{Error, Result};
@@ -54,11 +54,10 @@ type Slot = Arc<Mutex<Option<Arc<Program>>>>;
 /// The programs of one device.
 #[derive(Default)]
 pub(super) struct Programs {
-    /// This crate's own: there are only so many.
-    own: Mutex<HashMap<Key, Slot>>,
-    /// The user's, of which there is no end, the last used at the back. A kernel keeps its program, so these are only for
-    /// kernels that are made again.
-    recent: Mutex<VecDeque<(Key, Slot)>>,
+    /// This crate's own. A kernel keeps its program, so these are only for kernels that are made again.
+    own: Loaded<MAX_OWN>,
+    /// Programs from users' sources. A `Kernel` needs two or more.
+    of_users: Loaded<MAX_OF_USERS>,
     /// Answers of the device to probes, by the names of their files.
     pub(super) found: Mutex<Entries>,
     from_source: AtomicU64,
@@ -78,8 +77,17 @@ const SLOW_BINARIES: u32 = 2;
 /// An odd number that spreads bits.
 const MIX: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// How many programs from users' sources stay loaded after their kernels are dropped. A `Kernel` needs two or more.
-const RECENT: usize = 32;
+/// The most programs that stay loaded after their kernels are dropped.
+const MAX_OWN: usize = 1024;
+const MAX_OF_USERS: usize = 32;
+
+struct Loaded<const CAPACITY: usize>(Mutex<Lru<Key, Slot>>);
+
+impl<const CAPACITY: usize> Default for Loaded<CAPACITY> {
+    fn default() -> Self {
+        Loaded(Mutex::new(Lru::new(CAPACITY)))
+    }
+}
 
 /// Who wrote the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,24 +98,24 @@ pub(super) enum By {
 
 impl Programs {
     fn slot(&self, key: Key, by: By) -> Slot {
-        if by == By::Crate {
-            return Arc::clone(lock(&self.own).entry(key).or_default());
-        }
-        let mut recent = lock(&self.recent);
-        let known = recent.iter().position(|(other, _)| *other == key).and_then(|at| recent.remove(at));
-        let (_, slot) = known.unwrap_or_else(|| (key, Slot::default()));
-        recent.push_back((key, Arc::clone(&slot)));
-        let forgotten = (recent.len() > RECENT).then(|| recent.pop_front());
-        drop(recent); // before the driver is asked to release a program
-        drop(forgotten);
+        let mut loaded = lock(match by {
+            By::Crate => &self.own.0,
+            By::User => &self.of_users.0,
+        });
+        let (slot, evicted) = loaded.get_or_insert(key, Slot::default);
+        let slot = Arc::clone(slot);
+        drop(loaded); // before the driver is asked to release programs
+        drop(evicted);
         slot
     }
 
     /// The binary of every program that is loaded, by the name of its file.
     pub(super) fn binaries(&self) -> Result<Entries, ClError> {
-        let own = lock(&self.own).iter().map(|(&key, slot)| (key, Arc::clone(slot))).collect::<Vec<_>>();
-        let recent = lock(&self.recent).iter().cloned().collect::<Vec<_>>();
-        let programs = own.into_iter().chain(recent).filter_map(|(key, slot)| Some((key, lock(&slot).clone()?)));
+        let all = |loaded: &Mutex<Lru<Key, Slot>>| -> Vec<(Key, Slot)> {
+            lock(loaded).iter().map(|(&key, slot)| (key, Arc::clone(slot))).collect()
+        };
+        let loaded = [all(&self.own.0), all(&self.of_users.0)].concat();
+        let programs = loaded.into_iter().filter_map(|(key, slot)| Some((key, lock(&slot).clone()?)));
         programs.map(|(key, program)| Ok((Kind::Program.name(&key), binary(&program)?))).collect()
     }
 }

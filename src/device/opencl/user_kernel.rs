@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt::{self, Write};
 use std::sync::{Arc, Mutex};
 
+use crate::device::lru::Lru;
 use crate::device::opencl::{Arg, ClDevice, ClKernel, Parameter, Space, open_device};
 use crate::device::{Device, lock};
 use crate::{DType, Error, Result};
@@ -45,7 +46,10 @@ pub struct Kernel {
 }
 
 /// By device, whether with [wide offsets](ClDevice::has_wide_offsets), and arguments.
-type Built = HashMap<(Device, bool, Vec<Kind>), Arc<ClKernel>>;
+type Built = Lru<(Device, bool, Vec<Kind>), Arc<ClKernel>>;
+
+/// The most kernels kept for other devices and types of arguments.
+const MAX_BUILT: usize = 64;
 
 /// The user's own kernel: what it takes.
 struct Entry {
@@ -75,8 +79,8 @@ impl Kernel {
         if name.is_empty() || !name.chars().all(letter) || name.starts_with(|c: char| c.is_ascii_digit()) {
             return Err(Error::invalid("Kernel::from_source", format!("\"{name}\" is no name of a kernel")));
         }
-        let (entries, built) = Default::default();
-        Ok(Kernel { name, source: source.into(), options: options.into(), entries, built })
+        let built = Mutex::new(Lru::new(MAX_BUILT));
+        Ok(Kernel { name, source: source.into(), options: options.into(), entries: Mutex::default(), built })
     }
 
     /// What messages call it.
@@ -138,7 +142,12 @@ impl Kernel {
         };
         let _ = write!(source, "\n{group}__kernel void claystone_call({parameters}) {{ {name}({arguments}); }}\n");
         let kernel = Arc::new(device.build_with(self.name, &source, &self.build_options(), "claystone_call")?);
-        Ok(lock(&self.built).entry(key).or_insert(kernel).clone())
+        let mut built = lock(&self.built);
+        let (kernel, evicted) = built.get_or_insert(key, || kernel);
+        let kernel = Arc::clone(kernel);
+        drop(built);
+        drop(evicted);
+        Ok(kernel)
     }
 }
 

@@ -1,13 +1,23 @@
 //! Launches of formulas: their results, and the order of dims in which backends see operands.
 
+use std::slice;
+
 use smallvec::SmallVec;
 
 use crate::backend::problem::map::{Formulas, Params};
 use crate::backend::{self, Backend};
 use crate::expr::Expr;
+use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::tensor::result_layout;
 use crate::{DType, Device, MemoryFormat, Result, Shape, Tensor};
+
+/// Calls `f` with the program of `exprs` and all that it reads, their numbers among its scalars.
+#[inline(always)]
+fn with_program<R>(exprs: &[Expr], params: Params, f: impl FnOnce(&Program, Params) -> R) -> R {
+    let program = Program::of(exprs);
+    program.with_arguments(exprs, params.scalars, |scalars| f(&program, Params { scalars, ..params }))
+}
 
 /// Computes `exprs` over `inputs`, broadcast together, into new tensors of dtypes `out`. One launch.
 pub(crate) fn apply(
@@ -23,7 +33,9 @@ pub(crate) fn apply(
     let made = out.iter().map(|&t| Tensor::empty_like_layout(layout.clone(), t, device));
     let made = made.collect::<Result<SmallVec<[Tensor; 2]>>>()?;
     let outputs: SmallVec<[&Tensor; 2]> = made.iter().collect();
-    backend::fill(&made, |b| run(b, &Formulas { op, inputs, params, exprs, outputs: &outputs }))?;
+    with_program(exprs, params, |program, params| {
+        backend::fill(&made, |b| run(b, &Formulas { op, inputs, params, program, outputs: &outputs }))
+    })?;
     drop(outputs);
     Ok(made)
 }
@@ -36,17 +48,19 @@ pub(crate) fn apply_one(
     expr: &Expr,
     dtype: DType,
 ) -> Result<Tensor> {
-    if params.seeds.is_empty()
-        && let Some(fill) = backend::primitive(op, inputs, params.scalars, expr, dtype)
-    {
-        let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, inputs[0].device());
-        if let Ok(out) = &made {
-            fill(out)?;
+    with_program(slice::from_ref(expr), params, |program, params| {
+        if params.seeds.is_empty()
+            && let Some(fill) = backend::primitive(op, inputs, params.scalars, program, dtype)
+        {
+            let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, inputs[0].device());
+            if let Ok(out) = &made {
+                fill(out)?;
+            }
+            return made;
         }
-        return made;
-    }
-    let device = same_device(op, inputs)?;
-    filled(empty_result(op, inputs, dtype, device), op, inputs, params, expr)
+        let device = same_device(op, inputs)?;
+        filled_by(empty_result(op, inputs, dtype, device), op, inputs, params, program)
+    })
 }
 
 /// `made`, a new tensor that operands are broadcast to, with what `expr` makes of them. It is returned without a move: moving a
@@ -59,9 +73,19 @@ pub(crate) fn filled(
     params: Params,
     expr: &Expr,
 ) -> Result<Tensor> {
+    with_program(slice::from_ref(expr), params, |program, params| filled_by(made, op, inputs, params, program))
+}
+
+#[inline(always)]
+fn filled_by(
+    made: Result<Tensor>,
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    program: &Program,
+) -> Result<Tensor> {
     if let Ok(out) = &made {
-        let exprs = std::slice::from_ref(expr);
-        backend::fill([out], |b| run(b, &Formulas { op, inputs, params, exprs, outputs: &[out] }))?;
+        backend::fill([out], |b| run(b, &Formulas { op, inputs, params, program, outputs: &[out] }))?;
     }
     made
 }
@@ -102,7 +126,19 @@ pub(crate) fn apply_into(
     exprs: &[Expr],
     outputs: &[&Tensor],
 ) -> Result<()> {
-    backend::launch(outputs.iter().copied(), |b| run(b, &Formulas { op, inputs, params, exprs, outputs }))
+    with_program(exprs, params, |program, params| run_into(op, inputs, params, program, outputs))
+}
+
+/// [`apply_into`] of a program and all of its arguments.
+#[inline]
+pub(super) fn run_into(
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    program: &Program,
+    outputs: &[&Tensor],
+) -> Result<()> {
+    backend::launch(outputs.iter().copied(), |b| run(b, &Formulas { op, inputs, params, program, outputs }))
 }
 
 /// Whether a tensor of this shape is broadcast to the other: the backend refuses it otherwise.

@@ -1,5 +1,6 @@
 //! Formulas of the user's, on tensors: [`Tensor::map`] and its kin.
 
+use std::slice;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -7,7 +8,8 @@ use smallvec::SmallVec;
 use crate::backend::problem::map::{Params, compute_type};
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
-use crate::ops::elementwise::{apply_into, apply_tracked};
+use crate::ops::elementwise::apply_tracked;
+use crate::ops::elementwise::launch::run_into;
 use crate::{Compute, DType, Expr, Result, Scalar, Tensor, autograd, is_grad_enabled};
 
 /// The formula that `f` makes of the inputs, where it goes with them.
@@ -15,9 +17,9 @@ fn checked(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr
     let Some(first) = inputs.first() else { return Err(Error::invalid(op, "it needs at least one input")) };
     same_dtype(op, inputs)?;
     let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
-    let program = Program::of(&[f(&leaves)]);
-    let expr = program.exprs()[0].clone();
-    if program.inputs() > inputs.len() || program.scalars() > 0 || program.seeds() > 0 {
+    let expr = f(&leaves);
+    let program = Program::of(slice::from_ref(&expr));
+    if program.inputs() > inputs.len() || program.given() > 0 || program.seeds() > 0 {
         let reason = format!(
             "the expression reads more than the {} inputs it was given: build it from the arguments of the closure",
             inputs.len()
@@ -25,6 +27,7 @@ fn checked(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr
         return Err(Error::invalid(op, reason));
     }
     unsupported!(op if program.needs_float() && !first.dtype.is_float(), first.dtype, "floats for this expression");
+    drop(program);
     Ok(expr)
 }
 
@@ -34,23 +37,38 @@ fn formulas(
     (inputs, scalars): (usize, usize),
     outputs: usize,
     f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
-) -> Result<Arc<Program>> {
+) -> Result<Made> {
     let leaves: Vec<Expr> = (0..inputs).map(Expr::input).collect();
     let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
     let exprs = f(&leaves, &numbers);
     invalid!(op if exprs.len() != outputs, "{} formulas for {outputs} outputs", exprs.len());
-    let program = Program::of(&exprs);
-    invalid!(op if program.inputs() > inputs || program.scalars() > scalars || program.seeds() > 0,
+    let program = Program::of(&exprs).into_owned();
+    invalid!(op if program.inputs() > inputs || program.given() > scalars || program.seeds() > 0,
         "a formula reads more than the inputs and scalars given");
-    Ok(program)
+    Ok(Made { exprs, program })
+}
+
+/// Formulas and their program.
+struct Made {
+    exprs: Vec<Expr>,
+    program: Arc<Program>,
+}
+
+impl Made {
+    #[inline]
+    fn launch(&self, op: &'static str, inputs: &[&Tensor], scalars: &[Scalar], outputs: &[&Tensor]) -> Result<()> {
+        self.program.with_arguments(&self.exprs, scalars, |scalars| {
+            run_into(op, inputs, Params::of(scalars), &self.program, outputs)
+        })
+    }
 }
 
 impl Tensor {
     /// An elementwise operation of your own: `f` gets one [`Expr`] for each input and builds the formula; the result is
     /// computed in one launch, on any device, broadcast and strided as any other operation, and is differentiable.
     ///
-    /// The result has the dtype of the first input. Constants in the formula are compiled in: a number that changes
-    /// from call to call is better a one-element tensor.
+    /// The result has the dtype of the first input. Numbers in the formula may change from call to call, as a learning rate does:
+    /// they are arguments of one kernel, but for those that [`Expr::constant`] names.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -132,9 +150,9 @@ impl Tensor {
         f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
     ) -> Result<()> {
         let op = "map_into";
-        let (program, whole) = checked_into(op, inputs, scalars.len(), outputs, f)?;
+        let (made, whole) = checked_into(op, inputs, scalars.len(), outputs, f)?;
         check_scalars(op, whole, scalars)?;
-        apply_into(op, inputs, Params::of(scalars), program.exprs(), outputs)
+        made.launch(op, inputs, scalars, outputs)
     }
 }
 
@@ -146,7 +164,7 @@ fn checked_into(
     scalars: usize,
     outputs: &[&Tensor],
     f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
-) -> Result<(Arc<Program>, bool)> {
+) -> Result<(Made, bool)> {
     let Some(first) = outputs.first() else { return Err(Error::invalid(op, "it needs at least one output")) };
     for (i, out) in outputs.iter().enumerate() {
         autograd::check_unrecorded(op, out, inputs)?;
@@ -155,9 +173,9 @@ fn checked_into(
         invalid!(op if outputs[..i].iter().any(|o| o.shares_storage(out)),
             "two outputs are views of the same storage: write them one by one");
     }
-    let program = formulas(op, (inputs.len(), scalars), outputs.len(), f)?;
-    let whole = compute_type(&program, inputs, outputs) == Compute::I64;
-    Ok((program, whole))
+    let made = formulas(op, (inputs.len(), scalars), outputs.len(), f)?;
+    let whole = compute_type(&made.program, inputs, outputs) == Compute::I64;
+    Ok((made, whole))
 }
 
 /// An error for a scalar that integers are computed with and that is none.
@@ -187,7 +205,7 @@ pub struct MapInto {
     inputs: Vec<Tensor>,
     outputs: Vec<Tensor>,
     scalars: usize,
-    program: Arc<Program>,
+    formulas: Made,
     /// Whether scalars have to be whole numbers.
     whole: bool,
 }
@@ -206,8 +224,8 @@ impl MapInto {
         f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
     ) -> Result<MapInto> {
         let (x, out): (Vec<&Tensor>, Vec<&Tensor>) = (inputs.iter().collect(), outputs.iter().collect());
-        let (program, whole) = checked_into(op, &x, scalars, &out, f)?;
-        Ok(MapInto { op, inputs, outputs, scalars, program, whole })
+        let (formulas, whole) = checked_into(op, &x, scalars, &out, f)?;
+        Ok(MapInto { op, inputs, outputs, scalars, formulas, whole })
     }
 
     /// Computes the outputs, in one launch.
@@ -228,6 +246,9 @@ impl MapInto {
         if is_grad_enabled() {
             outputs.iter().try_for_each(|out| autograd::check_unrecorded(self.op, out, &inputs))?;
         }
-        apply_into(self.op, &inputs, Params::of(scalars), self.program.exprs(), &outputs)
+        self.formulas.launch(self.op, &inputs, scalars, &outputs)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -10,6 +10,7 @@ use std::slice;
 use smallvec::SmallVec;
 
 use crate::backend::problem::gemm::Gemm;
+use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::reduce;
 use crate::tensor::Dims;
@@ -79,7 +80,7 @@ impl<'a> Gemm<'a> {
         let Gemm { op, a, .. } = *self;
         let summed = match shape.numel() {
             0 => false,
-            _ => backend::launch(outs.iter().chain(self.sums), |b| b.gemm(self, shape, outs))?,
+            _ => self.with_program(|g| backend::launch(outs.iter().chain(self.sums), |b| b.gemm(g, shape, outs)))?,
         };
         match self.sums {
             Some(sums) if !summed => {
@@ -91,6 +92,17 @@ impl<'a> Gemm<'a> {
             _ => {}
         }
         Ok(())
+    }
+
+    /// Calls `f` with the product whose epilogue has arguments for its numbers.
+    fn with_program<R>(&self, f: impl FnOnce(&Gemm) -> R) -> R {
+        let program = Program::of(self.epilogue);
+        if program.scalars() == program.given() {
+            return f(self);
+        }
+        program.with_arguments(self.epilogue, self.scalars, |scalars| {
+            f(&Gemm { epilogue: program.exprs(), scalars, out: None, ..*self })
+        })
     }
 
     /// The type to multiply and add in.

@@ -140,8 +140,9 @@ impl Tensor {
     #[track_caller]
     pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
         let _caller = Caller::enter();
-        let plain = Program::of(&[f(&Expr::input(0))]);
-        invalid!("linear_map" if plain.inputs() > 1 || plain.scalars() > 0 || plain.seeds() > 0,
+        let formula = [f(&Expr::input(0))];
+        let plain = Program::of(&formula);
+        invalid!("linear_map" if plain.inputs() > 1 || plain.given() > 0 || plain.seeds() > 0,
             "the formula reads more than its argument");
         let needs_float = plain.needs_float() && !self.dtype.is_float();
         unsupported!("linear_map" if needs_float, self.dtype, "floats for this formula");

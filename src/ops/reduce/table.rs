@@ -85,9 +85,9 @@ impl ReductionRow {
             let element = match (self.element)(&x) {
                 e if e == x => Element::Itself,
                 e if e == x.ne(0.0) => Element::NonZero,
-                e => Element::Of(e),
+                e => Element::Of(e.fixed()),
             };
-            let finish = Some((self.finish)(&x, &n)).filter(|e| *e != x);
+            let finish = Some((self.finish)(&x, &n)).filter(|e| *e != x).map(|e| e.fixed());
             let counts = matches!(self.gives, Gives::I64 | Gives::Bool) && !self.combination.is_arg();
             let rescaled = match (&element, &finish) {
                 (Element::Of(e), Some(finish)) if *e == x.square() && *finish == x.sqrt() => Some(Rescaled::Norm),

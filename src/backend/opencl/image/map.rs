@@ -23,7 +23,7 @@ pub(crate) fn elementwise(formulas: &Formulas) -> Result<bool> {
         return Ok(false);
     }
     let mut launched = true; // nothing is launched where there is nothing to compute
-    formulas.checked(Program::kept(formulas.exprs), true, |launch, _| {
+    formulas.checked(true, |launch, _| {
         launched = run(launch)?;
         Ok(())
     })?;

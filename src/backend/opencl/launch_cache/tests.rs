@@ -185,7 +185,7 @@ fn a_thread_knows_so_many_at_most() {
         }
         assert_eq!(kept() - before, 2 * SETS * WAYS);
         let known =
-            TABLE.with_borrow(|table| (table.slots.len(), table.slots.iter().flat_map(|(_, known)| known).count()));
+            TABLE.with_borrow(|table| (table.slots.len(), table.slots.iter().flat_map(|way| &way.entry).count()));
         assert_eq!(known.0, SETS * WAYS);
         assert!(known.1 > SETS * WAYS / 2, "slots are used: {known:?}");
         let again = kept();

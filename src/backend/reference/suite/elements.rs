@@ -6,6 +6,7 @@ use crate::backend::problem::sequence::Sequence;
 use crate::expr::Expr;
 use crate::expr::philox::Seed;
 use crate::expr::primitives::Binary;
+use crate::expr::program::Program;
 use crate::{DType, Result, Scalar, Tensor};
 
 /// The results of formulas over these inputs, written to views that lie as `view`.
@@ -27,7 +28,8 @@ fn computed(
         let (scalars, seeds) = ([Scalar::Float(0.5), Scalar::Int(3)], [Seed { key: 7, stream: 1 }; 3]);
         let params = Params { scalars: &scalars, seeds: &seeds, base: None };
         let (inputs, outputs): (Vec<_>, Vec<_>) = (inputs.iter().collect(), outs.iter().collect());
-        side.backend.map(&Formulas { op: "map", inputs: &inputs, params, exprs, outputs: &outputs })?;
+        let program = &Program::new(exprs);
+        side.backend.map(&Formulas { op: "map", inputs: &inputs, params, program, outputs: &outputs })?;
         Ok(Some(outs))
     })
 }
@@ -79,9 +81,9 @@ pub(super) fn map(suite: &mut Suite) -> Result<()> {
             let whole = side.put(&whole)?;
             let part = |start| whole.layout.narrow("map", 0, start, 190).map(|layout| whole.with_layout(layout));
             let (from, to) = (part(3)?, part(3 + shift)?);
-            let exprs = [Expr::input(0) * 2.0 + 1.0];
+            let program = &Program::new(&[Expr::input(0) * 2.0 + 1.0]);
             let params = Params::default();
-            side.backend.map(&Formulas { op: "map", inputs: &[&from], params, exprs: &exprs, outputs: &[&to] })?;
+            side.backend.map(&Formulas { op: "map", inputs: &[&from], params, program, outputs: &[&to] })?;
             Ok(Some(vec![whole]))
         })?;
     }

@@ -8,7 +8,7 @@ use super::super::{Arg, count, discovery};
 use super::*;
 
 fn programs(of: &Programs) -> usize {
-    lock(&of.own).len() + lock(&of.recent).len()
+    lock(&of.own.0).iter().count() + lock(&of.of_users.0).iter().count()
 }
 
 #[test]
@@ -154,13 +154,13 @@ fn programs_of_dropped_kernels_are_released() {
             build(n);
         }
         assert_eq!((device.builds(), first.strong_count()), ((2, 0), 1), "made again without the compiler");
-        (2..=RECENT + 1).for_each(|n| drop(build(n)));
+        (2..=MAX_OF_USERS + 1).for_each(|n| drop(build(n)));
         assert_eq!(first.strong_count(), 0, "released");
         let out = buffer(&device, &[9; 4]);
         device.launch(&held, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
         assert_eq!(
             (contents(&device, &out), programs(&device.programs)),
-            (vec![0; 4], RECENT),
+            (vec![0; 4], MAX_OF_USERS),
             "this one has a kernel"
         );
     }
@@ -171,7 +171,7 @@ fn programs_of_dropped_kernels_are_released() {
         all.slot(key(0), By::User);
         all.slot([(n % 10) as u8; 32], By::Crate);
     }
-    assert_eq!(programs(&all), RECENT + 10);
+    assert_eq!(programs(&all), MAX_OF_USERS + 10);
 }
 
 #[test]
