@@ -107,14 +107,14 @@ fn mixed_dtypes_promote_as_pytorchs_do() {
     });
 }
 
-/// Those of 2, 1/2, -1/2 and -1, and one beside each.
+/// Powers that PyTorch computes as products and roots, and others beside them.
 #[test]
 fn powers_that_are_products_and_roots() {
     let positive = [0.25f32, 1.0, 1.5, 9.0, 1e-3, 700.0, 2.0];
     let signed = [-0.25f32, 1.5, -3.0, 7.0, -1e3, 0.1, -1.0];
     let close = |got: f64, right: f64| (got - right).abs() <= 1e-6 * right.abs();
     each_device(|d| {
-        for exponent in [2.0f64, 0.5, -0.5, -1.0, 3.0, 1.5] {
+        for exponent in [2.0f64, 0.5, -0.5, -1.0, 3.0, -2.0, 1.5, 4.0] {
             let given = if exponent.fract() == 0.0 { signed } else { positive };
             let x = Tensor::from_slice(&given, 7, d).unwrap().requires_grad_(true).unwrap();
             let y = x.pow_scalar(exponent).unwrap();
@@ -129,6 +129,13 @@ fn powers_that_are_products_and_roots() {
         let whole = Tensor::from_slice(&[3i64, -5, 1 << 40], 3, d).unwrap();
         let square = whole.pow_scalar(2).unwrap();
         assert_eq!(square.to_vec::<i64>().unwrap(), [9, 25, 0]);
+        assert_eq!(whole.pow_scalar(3).unwrap().to_vec::<i64>().unwrap(), [27, -125, 0]);
+        // The bits of the product, of NaN and infinities too.
+        let given = [0.1f32, -1.7, 3.3e12, -0.0, f32::NAN, f32::NEG_INFINITY, 1e13];
+        let cube = Tensor::from_slice(&given, 7, d).unwrap().pow_scalar(3).unwrap().to_vec::<f32>().unwrap();
+        for (x, got) in given.into_iter().zip(cube) {
+            assert!(got.to_bits() == (x * x * x).to_bits() || got.is_nan() && x.is_nan(), "the cube of {x} on {d}: {got}");
+        }
         assert_eq!(whole.pow_scalar(2.0).unwrap().dtype(), DType::F32);
         let root = whole.narrow(0, 0, 1).unwrap().pow_scalar(0.5).unwrap();
         assert!(root.dtype() == DType::F32 && close(f64s(&root)[[0]], 3f64.sqrt()));

@@ -9,6 +9,9 @@ mod launch;
 pub(crate) mod map;
 pub(crate) mod pointwise;
 
+use std::slice;
+use std::sync::LazyLock;
+
 use smallvec::SmallVec;
 
 use launch::empty_result;
@@ -113,19 +116,23 @@ impl Row {
         apply_row_into(self, inputs, scalars, common, out).map(|()| true)
     }
 
-    /// The row that computes this one of these arguments in fewer instructions, and its arguments: powers that are products and
-    /// roots, as PyTorch's `pow` has them (of -0 and -inf the signs and NaN are those of `sqrt` then).
-    fn specialised<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> (&'static Row, &'a [Scalar]) {
+    /// The formulas that compute the row of these arguments in the fewest instructions: powers that are products and roots, as in
+    /// PyTorch's `pow` (of -0 and -inf the signs and NaN are those of `sqrt` then).
+    fn specialised<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> Computed<'a> {
         use table::rows::{pow_scalar, reciprocal, rsqrt, sqrt, square};
+        let as_row =
+            |row: &'static Row, scalars| Computed { expr: row.expr(), derivatives: row.derivatives(), scalars };
         if !std::ptr::eq(self, &pow_scalar) {
-            return (self, scalars);
+            return as_row(self, scalars);
         }
         match scalars[0].to_f64() {
-            2.0 => (&square, &[]),
-            0.5 if common.is_float() => (&sqrt, &[]),
-            -0.5 if common.is_float() => (&rsqrt, &[]),
-            -1.0 if common.is_float() => (&reciprocal, &[]),
-            _ => (self, scalars),
+            2.0 => as_row(&square, &[]),
+            3.0 => CUBE.computed(),
+            0.5 if common.is_float() => as_row(&sqrt, &[]),
+            -0.5 if common.is_float() => as_row(&rsqrt, &[]),
+            -1.0 if common.is_float() => as_row(&reciprocal, &[]),
+            -2.0 if common.is_float() => RECIPROCAL_SQUARE.computed(),
+            _ => as_row(self, scalars),
         }
     }
 
@@ -137,6 +144,34 @@ impl Row {
         Err(Error::invalid(self.name, reason))
     }
 }
+
+/// The formulas that compute a row of some arguments.
+struct Computed<'a> {
+    expr: &'static Expr,
+    derivatives: &'static [Expr],
+    scalars: &'a [Scalar],
+}
+
+/// A power that has no row.
+struct Power {
+    expr: Expr,
+    derivative: Expr,
+}
+
+impl Power {
+    fn new(expr: impl Fn(&Expr) -> Expr, derivative: impl Fn(&Expr) -> Expr) -> Power {
+        let x = Expr::input(0);
+        Power { expr: expr(&x).fixed(), derivative: derivative(&x) }
+    }
+
+    fn computed(&'static self) -> Computed<'static> {
+        Computed { expr: &self.expr, derivatives: slice::from_ref(&self.derivative), scalars: &[] }
+    }
+}
+
+static CUBE: LazyLock<Power> = LazyLock::new(|| Power::new(|x| x.square() * x, |x| 3.0 * x.square()));
+static RECIPROCAL_SQUARE: LazyLock<Power> =
+    LazyLock::new(|| Power::new(|x| x.square().recip(), |x| -2.0 / (x.square() * x)));
 
 /// A table row on tensors: what every generated method calls. Recorded where an input is tracked.
 #[track_caller]
@@ -160,16 +195,16 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
         return apply_row(row, &converted.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
     }
     let dtype = if row.output == Output::Bool { DType::Bool } else { common };
-    let (computed, scalars) = row.specialised(scalars, common);
-    let params = Params::of(scalars);
+    let computed = row.specialised(scalars, common);
+    let params = Params::of(computed.scalars);
     if let Some(derivative) = derivative_of_result(row)
         && dtype.is_float()
         && autograd::is_tracked(inputs)
     {
-        let out = apply_one(row.name, inputs, params, computed.expr(), dtype)?;
+        let out = apply_one(row.name, inputs, params, computed.expr, dtype)?;
         return Ok(recorded_of_result(row.name, out, inputs[0], derivative));
     }
-    apply_tracked(row.name, inputs, params, computed.expr(), dtype, &|i| computed.derivatives()[i].clone())
+    apply_tracked(row.name, inputs, params, computed.expr, dtype, &|i| computed.derivatives[i].clone())
 }
 
 /// The derivative of a row as a formula of its result, where that is as exact as one of the operand: then the result is what is
@@ -231,9 +266,9 @@ fn apply_row_into(
     if let Some(out) = replacement(row.name, inputs, arguments)? {
         return target.copy_(&out[0]).map(|_| ());
     }
-    let (computed, scalars) = row.specialised(scalars, common);
-    let params = Params::of(scalars);
-    let expr = std::slice::from_ref(computed.expr());
+    let computed = row.specialised(scalars, common);
+    let params = Params::of(computed.scalars);
+    let expr = slice::from_ref(computed.expr);
     if !all_are(common, row, inputs)
         && let Some(inputs) = convert_operands(row, inputs, common)?
     {
@@ -258,10 +293,10 @@ fn apply_row_recorded(
         let inputs: SmallVec<[&Tensor; 3]> = std::iter::once(&copy).chain(inputs[1..].iter().copied()).collect();
         return target.copy_(&apply_row(row, &inputs, scalars)?).map(|_| ());
     }
-    let (computed, given) = row.specialised(scalars, common);
+    let computed = row.specialised(scalars, common);
     let derivative = |i: usize| match row.output {
         Output::Bool => Expr::constant(0.0),
-        _ => computed.derivatives()[i].clone(),
+        _ => computed.derivatives[i].clone(),
     };
     let read = |i: usize| (0..inputs.len()).any(|j| inputs[j].requires_grad() && derivative(j).uses_input(i));
     let of_result = derivative_of_result(row);
@@ -270,8 +305,8 @@ fn apply_row_recorded(
         false => Ok(t.shallow_clone()),
     };
     let kept = inputs.iter().enumerate().map(before).collect::<Result<SmallVec<[Tensor; 3]>>>()?;
-    let params = Params::of(given);
-    apply_into(row.name, inputs, params, std::slice::from_ref(computed.expr()), &[target])?;
+    let params = Params::of(computed.scalars);
+    apply_into(row.name, inputs, params, slice::from_ref(computed.expr), &[target])?;
     let kept: SmallVec<[&Tensor; 3]> = kept.iter().collect();
     change.finish(|out| match of_result {
         Some(derivative) => recorded_of_result(row.name, out, target, derivative),
