@@ -76,6 +76,15 @@ impl StridedDims {
         offsets
     }
 
+    /// The length of the runs along the last dimension and the dims before it, if the runs are shorter than `limit` and than the dim
+    /// before.
+    pub(crate) fn rows_shorter_than(&self, limit: usize) -> Option<(usize, StridedDims)> {
+        let (&n, dims) = self.dims.split_last()?;
+        let strides = self.strides.iter().map(|strides| Dims::from_slice(&strides[..dims.len()]));
+        let outer = || StridedDims { dims: Dims::from_slice(dims), strides: strides.collect() };
+        (n < limit && *dims.last()? > n).then(|| (n, outer()))
+    }
+
     /// Calls `f(position in the run, element offset of each operand, length)` for the runs along the last dimension that
     /// make up elements `first..first + len`.
     pub(crate) fn runs(&self, first: usize, len: usize, mut f: impl FnMut(usize, &[isize], usize)) {

@@ -194,3 +194,47 @@ fn log_sums_over_several_dims() {
     let x = ArrayD::from_shape_fn(vec![2, 3], |i| (i[0] * 3 + i[1]) as f64);
     assert_eq!(over(&x, &[1], false, mean), x.mean_axis(Axis(1)).unwrap());
 }
+
+#[test]
+fn results_of_few_elements_each() {
+    let check = |t: &Tensor, d: usize| {
+        let (x, dim) = (f64s(t), d as isize);
+        let what = |name: &str| format!("{name} of {:?} {:?} along {d} {} on {}", t.shape(), t.strides(), t.dtype(), t.device());
+        let equal = |name: &str, got: Tensor, f: &dyn Fn(&[f64]) -> f64| {
+            let (got, want) = (f64s(&got), over(&x, &[d], false, f));
+            let same = got.iter().zip(&want).all(|(a, b)| a == b || (a.is_nan() && b.is_nan()));
+            assert!(same && got.shape() == want.shape(), "{}", what(name));
+        };
+        let nan = |v: &[f64]| v.iter().any(|v| v.is_nan());
+        equal("sum", t.sum(dim, false).unwrap(), &|v| v.iter().sum());
+        equal("any", t.any(dim, false).unwrap(), &|v| f64::from(v.iter().any(|&v| v != 0.0)));
+        equal("all", t.all(dim, false).unwrap(), &|v| f64::from(v.iter().all(|&v| v != 0.0)));
+        equal("count_nonzero", t.count_nonzero(dim, false).unwrap(), &|v| v.iter().filter(|&&v| v != 0.0).count() as f64);
+        equal("nansum", t.nansum(dim, false).unwrap(), &|v| v.iter().filter(|v| !v.is_nan()).sum());
+        let greatest = |v: &[f64]| if nan(v) { f64::NAN } else { v.iter().copied().fold(f64::NEG_INFINITY, f64::max) };
+        equal("amax", t.amax(dim, false).unwrap(), &greatest);
+        let first = |v: &[f64]| v.iter().position(|v| v.is_nan());
+        equal("argmax", t.argmax(dim, false).unwrap(), &|v| first(v).unwrap_or_else(|| place(v, |a, b| a > b)) as f64);
+        equal("argmin", t.argmin(dim, false).unwrap(), &|v| first(v).unwrap_or_else(|| place(v, |a, b| a < b)) as f64);
+    };
+    let numbers = |shape: &[usize], dtype: DType, device| {
+        let n: usize = shape.iter().product();
+        let special = |i: usize| if dtype.is_float() && i % 41 == 7 { f64::NAN } else { (i * 7919 % 1009 % 5) as f64 };
+        let values: Vec<f64> = (0..n).map(special).collect();
+        Tensor::from_slice(&values, shape, device).unwrap().to_dtype(dtype).unwrap()
+    };
+    each_device(|device| {
+        for dtype in DType::ALL {
+            for n in [2, 3, 4, 5, 8, 16, 17] {
+                check(&numbers(&[1025, n], dtype, device), 1);
+                check(&numbers(&[259, n, 3], dtype, device), 1);
+            }
+            let t = numbers(&[300, 6, 4], dtype, device);
+            for view in [t.narrow(1, 1, 3).unwrap(), t.permute(&[2, 0, 1]).unwrap(), t.flip(1).unwrap(), t.narrow(2, 1, 2).unwrap()] {
+                (0..3).for_each(|d| check(&view, d));
+            }
+        }
+        check(&numbers(&[40_000, 2], DType::F32, device), 1);
+        check(&numbers(&[2, 3, 700, 2, 2], DType::F32, device), 3);
+    });
+}

@@ -9,6 +9,8 @@ use crate::backend::cpu::vectorised::vectorised;
 
 /// Vectors that are accumulated side by side, so that one addition need not wait for the one before.
 const SIDE: usize = 8;
+/// Rows of so few elements are folded one element after another: their vectors would be mostly empty.
+const SHORT: usize = 16;
 /// Elements that are accumulated on their own before they meet the others: sums of many stay as good as those of few.
 const PART: usize = 1 << 10;
 
@@ -199,12 +201,35 @@ vectorised! {
 vectorised! {
     /// [`fold`] of every `n` elements, or of their squares: each row of `rows` as one of `out`.
     pub(crate) fn fold_rows<'a, K: Combine, C: Number>(simd: S, rows: &'a [C], n: usize, squares: bool, out: &'a mut [C]) {
+        if n <= SHORT {
+            return match squares {
+                true => each_row(rows, n, out, |row| row.iter().fold(K::neutral(), |a, &x| K::combine(a, x.mul(x)))),
+                false => each_row(rows, n, out, |row| row.iter().fold(K::neutral(), |a, &x| K::combine(a, x))),
+            };
+        }
         for (out, row) in out.iter_mut().zip(rows.chunks_exact(n)) {
             *out = match squares {
                 true => fold_map::<K, C, S>(simd, row, row, |x, _| x.mul(x)),
                 false => fold_in::<K, C, S>(simd, row),
             };
         }
+    }
+}
+
+/// `f` of every `n` elements; the compiler knows the length of the shortest rows.
+#[inline(always)]
+pub(crate) fn each_row<C, R>(rows: &[C], n: usize, out: &mut [R], f: impl Fn(&[C]) -> R) {
+    #[inline(always)]
+    fn known<const N: usize, C, R>(rows: &[C], out: &mut [R], f: impl Fn(&[C]) -> R) {
+        out.iter_mut().zip(rows.as_chunks::<N>().0).for_each(|(out, row)| *out = f(row));
+    }
+    match n {
+        1 => known::<1, C, R>(rows, out, f),
+        2 => known::<2, C, R>(rows, out, f),
+        3 => known::<3, C, R>(rows, out, f),
+        4 => known::<4, C, R>(rows, out, f),
+        8 => known::<8, C, R>(rows, out, f),
+        _ => out.iter_mut().zip(rows.chunks_exact(n)).for_each(|(out, row)| *out = f(row)),
     }
 }
 

@@ -10,6 +10,9 @@ use crate::device::cpu::streaming::{LARGE, Streaming};
 /// Elements gathered before they are streamed.
 const GATHERED: usize = 1024;
 
+/// Rows below this length are copied many at a time.
+const SHORT: usize = 16;
+
 /// A row whose elements are not neighbours on one side, and as many on the other; the steps from each to the next.
 struct Row {
     from: usize,
@@ -41,10 +44,25 @@ fn copy<T: Pod + Send + Sync>(launch: &Launch, from: &[u8], to: &mut [u8]) {
     let last = |k: usize| strided.strides[k].last().copied().unwrap_or(1);
     let (step, to_step) = (last(0), last(1));
     let large = input.numel() * size_of::<T>() >= LARGE && to_step == 1;
+    let rows = strided.rows_shorter_than(SHORT);
     partition(launch, &mut [to], |first, count, partition, outs| {
         let to: &mut [T] = bytemuck::cast_slice_mut(outs[0]);
         let base = partition.base(launch, 0, first);
         let streaming = large.then(Streaming::new);
+        if let (Partition::Elements, Some((n, outer))) = (partition, &rows) {
+            let whole = first.next_multiple_of(*n)..(first + count) / n * n;
+            if !whole.is_empty() {
+                outer.runs(whole.start / n, whole.len() / n, |at, offsets, len| {
+                    let source = input.layout.offset.wrapping_add_signed(offsets[0]);
+                    let to = &mut to[whole.start - first + at * n..][..len * n];
+                    short_rows(from, source, outer.strides[0][outer.dims.len() - 1], step, to, *n);
+                });
+            }
+            for p in (first..whole.start.min(first + count)).chain(whole.end.max(whole.start)..first + count) {
+                to[p - first] = from[input.layout.offset.wrapping_add_signed(strided.offsets(p)[0])];
+            }
+            return;
+        }
         strided.runs(first, count, |at, offsets, len| {
             let source = input.layout.offset.wrapping_add_signed(offsets[0]);
             let target = if partition == Partition::Elements { at } else { (base + offsets[1]) as usize };
@@ -85,6 +103,29 @@ impl Row {
                 }
             }
         }
+    }
+}
+
+/// Rows of `n` elements, `row` apart, whose elements are `step` apart.
+fn short_rows<T: Pod>(from: &[T], start: usize, row: isize, step: isize, to: &mut [T], n: usize) {
+    #[inline(always)]
+    fn all<T: Pod>(from: &[T], start: usize, row: isize, step: isize, rows: impl Iterator<Item = impl AsMut<[T]>>) {
+        let mut at = start;
+        for mut to in rows {
+            let mut i = at;
+            for to in to.as_mut() {
+                *to = from[i];
+                i = i.wrapping_add_signed(step); // the step after the last may leave the range
+            }
+            at = at.wrapping_add_signed(row);
+        }
+    }
+    match n {
+        2 => all(from, start, row, step, to.as_chunks_mut::<2>().0.iter_mut()),
+        3 => all(from, start, row, step, to.as_chunks_mut::<3>().0.iter_mut()),
+        4 => all(from, start, row, step, to.as_chunks_mut::<4>().0.iter_mut()),
+        8 => all(from, start, row, step, to.as_chunks_mut::<8>().0.iter_mut()),
+        _ => all(from, start, row, step, to.chunks_exact_mut(n)),
     }
 }
 

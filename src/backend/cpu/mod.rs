@@ -1,6 +1,7 @@
 //! The CPU: loops and vectors over problems.
 
 pub(crate) mod accumulate;
+mod arg;
 pub(crate) mod conv;
 pub(crate) mod convert;
 pub(crate) mod copy;

@@ -1,6 +1,7 @@
 //! Reductions on the CPU: tiles converted to the accumulator's type, many accumulators, slices of fixed length, so that
 //! the result does not depend on the number of threads.
 
+use std::ops::Range;
 use std::sync::LazyLock;
 
 use smallvec::SmallVec;
@@ -11,19 +12,23 @@ use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, ReductionPlan, Rescaled, Rule, SafeRange};
-use crate::device::cpu::parallel;
+use crate::device::cpu::{parallel, threads};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Scalar};
 
 /// Elements a slice of one result has: partial results keep rounding small and give threads work.
-const SLICE: usize = 1 << 16;
+pub(super) const SLICE: usize = 1 << 16;
 /// Elements that are accumulated at once where they lie.
 const STRETCH: usize = 1 << 12;
 /// Rows a slice of columns has, and those that are added up before they are added to the others.
 const ROWS: usize = 1 << 8;
-const FEW: usize = 64;
+pub(super) const FEW: usize = 64;
+/// Results side by side that are combined at once.
+pub(super) const NARROW: usize = 8;
+/// The most elements of results that are combined element by element.
+const SHORT_ROW: usize = 16;
 /// Columns whose sums stay in registers over all rows.
 const ACROSS: usize = 32;
 /// Elements a job of the pool reduces: enough to hide what handing it over costs.
@@ -49,7 +54,7 @@ pub(crate) fn run(reduction: &Reduction) -> Result<()> {
 }
 
 /// Loads elements `start`, `start + stride`, .. as they are accumulated.
-type Load<'a, S> = &'a (dyn Fn(isize, isize, &mut [S]) + Sync);
+pub(super) type Load<'a, S> = &'a (dyn Fn(isize, isize, &mut [S]) + Sync);
 
 struct ReductionJob<'a> {
     rule: &'a Rule,
@@ -66,22 +71,21 @@ impl ReductionJob<'_> {
         let squares = matches!(&rule.element, Element::Of(formula) if *formula == *SQUARE);
         let in_place = (rule.element == Element::Itself || squares) && dtype == S::COMPUTE.dtype();
         let elements = if in_place { bytemuck::cast_slice(bytes) } else { &[] };
+        let out = &mut out[start * out_dtype.size()..][..plan.outs * out_dtype.size()];
         let mut reduced = |load: Load<S>| {
             let source = Source { plan, load, elements, squares };
-            let finish = |results: Vec<S>| self.finished(&results).unwrap_or(results);
+            let finish = |_: usize, results: &mut [S]| self.finish(results);
             match rule.combination {
-                Combination::ArgMax => store_tile(out_dtype, &source.arg::<Max>(), out, start as _, 1),
-                Combination::ArgMin => store_tile(out_dtype, &source.arg::<Min>(), out, start as _, 1),
-                Combination::Add => {
-                    let sums = source.reduce::<Add>();
-                    let again = rule.rescaled.map(|rescaled| self.rescaled(rescaled, &sums)).unwrap_or_default();
-                    let mut results = finish(sums);
-                    again.into_iter().for_each(|(o, result)| results[o] = result);
-                    store_tile(out_dtype, &results, out, start as _, 1);
-                }
-                Combination::Mul => store_tile(out_dtype, &finish(source.reduce::<Mul>()), out, start as _, 1),
-                Combination::Max => store_tile(out_dtype, &finish(source.reduce::<Max>()), out, start as _, 1),
-                Combination::Min => store_tile(out_dtype, &finish(source.reduce::<Min>()), out, start as _, 1),
+                Combination::ArgMax => source.arg::<Max>(out_dtype, out),
+                Combination::ArgMin => source.arg::<Min>(out_dtype, out),
+                Combination::Add => source.reduce::<Add>(out_dtype, out, |o, sums| {
+                    let again = rule.rescaled.map(|rescaled| self.rescaled(rescaled, o, sums)).unwrap_or_default();
+                    self.finish(sums);
+                    again.into_iter().for_each(|(i, result)| sums[i] = result);
+                }),
+                Combination::Mul => source.reduce::<Mul>(out_dtype, out, finish),
+                Combination::Max => source.reduce::<Max>(out_dtype, out, finish),
+                Combination::Min => source.reduce::<Min>(out_dtype, out, finish),
             }
         };
         match &rule.element {
@@ -110,13 +114,16 @@ impl ReductionJob<'_> {
 }
 
 impl ReductionJob<'_> {
-    /// The formula of each result, where the rule has one.
-    fn finished<S: Number>(&self, results: &[S]) -> Option<Vec<S>> {
-        Some(evaluated(self.rule.finish.as_ref()?, self.number, results))
+    /// Replaces each result by the rule's formula of it, where the rule has one.
+    fn finish<S: Number>(&self, results: &mut [S]) {
+        if let Some(finish) = &self.rule.finish {
+            results.copy_from_slice(&evaluated(finish, self.number, results));
+        }
     }
 
-    /// The results whose sums left the range of `S`, by sums of elements times a power of two.
-    fn rescaled<S: Number>(&self, rescaled: Rescaled, sums: &[S]) -> Vec<(usize, S)> {
+    /// Returns the results whose sums left the range of `S`, computed from elements times a power of two, with their indices in `sums`,
+    /// which begins at result `first`.
+    fn rescaled<S: Number>(&self, rescaled: Rescaled, first: usize, sums: &[S]) -> Vec<(usize, S)> {
         let (range, squares, plan) = (SafeRange::of(S::COMPUTE), rescaled.squares(), self.plan);
         let mut made = Vec::new();
         for factor in [range.down, range.up] {
@@ -134,9 +141,10 @@ impl ReductionJob<'_> {
             let slices = plan.n.div_ceil(SLICE);
             let partial = source.items(which.len() * slices, SLICE.min(plan.n), |item| {
                 let slice = item % slices;
-                source.line::<Add>(which[item / slices], slice * SLICE, plan.n.min((slice + 1) * SLICE))
+                source.line::<Add>(first + which[item / slices], slice * SLICE, plan.n.min((slice + 1) * SLICE))
             });
-            let results = self.finished(&merge::<Add, S>(partial, which.len(), slices)).unwrap_or_default();
+            let mut results = merge::<Add, S>(partial, which.len(), slices);
+            self.finish(&mut results);
             let undone = |x: S| if rescaled == Rescaled::Variance { x.div(factor).div(factor) } else { x.div(factor) };
             made.extend(which.into_iter().zip(results.into_iter().map(undone)));
         }
@@ -161,33 +169,152 @@ fn evaluated<S: Number>(finish: &Expr, number: f64, results: &[S]) -> Vec<S> {
     out
 }
 
-struct Source<'a, S> {
-    plan: &'a ReductionPlan,
-    load: Load<'a, S>,
+pub(super) struct Source<'a, S> {
+    pub(super) plan: &'a ReductionPlan,
+    pub(super) load: Load<'a, S>,
     /// The storage's elements, if they or their squares can be accumulated as they are; else nothing.
-    elements: &'a [S],
+    pub(super) elements: &'a [S],
     squares: bool,
 }
 
 impl<S: Number> Source<'_, S> {
-    /// Every result, in order.
-    fn reduce<K: Combine>(&self) -> Vec<S> {
+    /// Every result, in order, after `finish`. Slices of results are combined at the end; others are stored as they are computed.
+    fn reduce<K: Combine>(&self, dtype: DType, out: &mut [u8], finish: impl Fn(usize, &mut [S]) + Sync) {
         let plan = self.plan;
-        if plan.by_column() && plan.kept.inner().0 >= 8 {
-            return self.columns::<K>();
-        }
-        let slices = plan.n.div_ceil(SLICE);
-        let rows = plan.kept.is_one(plan.outs, plan.n as isize) && plan.reduced.is_one(plan.n, 1);
-        if rows && slices == 1 && !self.elements.is_empty() {
-            let (n, elements) = (plan.n, &self.elements[plan.start..][..plan.outs * plan.n]);
-            let mut out = vec![K::neutral(); plan.outs];
-            let group = (JOB / n).max(1);
-            parallel::for_each_chunk(&mut out, group, |i, out| {
-                fold_rows::<K, S>(&elements[i * group * n..], n, self.squares, out);
+        let by_column = plan.by_column() && plan.kept.inner().0 >= NARROW;
+        let slices = plan.n.div_ceil(if by_column { ROWS } else { SLICE });
+        if slices > 1 {
+            let all = if by_column { self.columns::<K>() } else { self.sliced::<K>(slices) };
+            return self.results(dtype, out, false, |o, results| {
+                results.copy_from_slice(&all[o..][..results.len()]);
+                finish(o, results);
             });
-            return out;
         }
-        let partial = self.items(plan.outs * slices, SLICE.min(plan.n), |item| {
+        let strided = by_column || (self.is_short() && !self.has_rows());
+        let rows = self.has_rows() && (!self.elements.is_empty() || plan.n <= TILE / 2);
+        self.results(dtype, out, strided, |o, results| {
+            if strided {
+                self.neighbours(o, results, |start, stride, sums| self.across::<K>(start, stride, 0..plan.n, sums));
+            } else if rows {
+                self.rows(o, results, |rows, squares, results| fold_rows::<K, S>(rows, plan.n, squares, results));
+            } else {
+                results.iter_mut().enumerate().for_each(|(i, to)| *to = self.line::<K>(o + i, 0, plan.n));
+            }
+            finish(o, results);
+        });
+    }
+
+    /// Whether results are of so few elements that those of many are combined at once, element by element.
+    pub(super) fn is_short(&self) -> bool {
+        self.plan.n <= SHORT_ROW && self.plan.outs >= NARROW
+    }
+
+    /// Whether the elements of all results follow each other.
+    pub(super) fn has_rows(&self) -> bool {
+        self.plan.kept.is_one(self.plan.outs, self.plan.n as isize) && self.plan.reduced.is_one(self.plan.n, 1)
+    }
+
+    /// The results that [`neighbours`](Self::neighbours) computes come in multiples of this number.
+    fn unit(&self) -> usize {
+        let (inner, _) = self.plan.kept.inner();
+        if inner < NARROW && self.plan.kept.rank() > 1 { inner } else { 1 }
+    }
+
+    /// Stores results that `fill(first, results)` computes, a tile of them at a time, on all threads; with `strided` of such numbers
+    /// as suit [`neighbours`](Self::neighbours).
+    pub(super) fn results<R: Number>(
+        &self,
+        dtype: DType,
+        out: &mut [u8],
+        strided: bool,
+        fill: impl Fn(usize, &mut [R]) + Sync,
+    ) {
+        let (size, plan) = (dtype.size(), self.plan);
+        let unit = if strided { self.unit() } else { 1 };
+        let least = if strided { plan.kept.inner().0.min((plan.outs / threads()).clamp(64, TILE)) } else { 1 };
+        let (job, tile) = ((JOB / plan.n).max(least).next_multiple_of(unit), TILE / unit * unit);
+        parallel::for_each_chunk(out, job * size, |i, out| {
+            let mut results = vec![R::from_i32(0); tile.min(out.len() / size)];
+            for (t, out) in out.chunks_mut(tile * size).enumerate() {
+                let results = &mut results[..out.len() / size];
+                fill(i * job + t * tile, results);
+                store_tile(dtype, results, out, 0, 1);
+            }
+        });
+    }
+
+    /// Results of contiguous rows, from result `o` on: `fold(rows, whether of their squares, results)`.
+    pub(super) fn rows<R>(&self, o: usize, results: &mut [R], fold: impl Fn(&[S], bool, &mut [R])) {
+        let n = self.plan.n;
+        let start = self.plan.start + o * n;
+        if !self.elements.is_empty() {
+            return fold(&self.elements[start..][..results.len() * n], self.squares, results);
+        }
+        let mut tile = [S::from_i32(0); TILE];
+        for (i, results) in results.chunks_mut(TILE / n).enumerate() {
+            let tile = &mut tile[..results.len() * n];
+            (self.load)((start + i * (TILE / n) * n) as isize, 1, tile);
+            fold(tile, false, results);
+        }
+    }
+
+    /// Results from `o` on, a multiple of [`unit`](Self::unit): `fold(start, stride, results)` of results whose first elements begin at
+    /// `start` and are `stride` apart. Where the innermost kept dim is short, these are along the dim before.
+    pub(super) fn neighbours<R: Copy>(&self, o: usize, results: &mut [R], fold: impl Fn(isize, isize, &mut [R])) {
+        let (kept, unit) = (&self.plan.kept, self.unit());
+        let ((_, across), mut done) = (kept.inner(), 0);
+        let start = |o: usize| self.plan.start as isize + kept.run(o, 1).0;
+        if unit == 1 {
+            while done < results.len() {
+                let (at, n) = kept.run(o + done, results.len() - done);
+                fold(self.plan.start as isize + at, across, &mut results[done..done + n]);
+                done += n;
+            }
+            return;
+        }
+        let before = kept.rank() - 2;
+        let (size, stride) = (kept.sizes[before], kept.strides[before]);
+        let mut column: SmallVec<[R; 256]> = SmallVec::new();
+        while done < results.len() {
+            let n = (size - (o + done) / unit % size).min((results.len() - done) / unit);
+            for j in 0..unit {
+                column.clear();
+                column.extend(results[done..done + n].iter().copied());
+                fold(start(o + done) + j as isize * across, stride, &mut column);
+                results[done + j..].iter_mut().step_by(unit).zip(&column).for_each(|(to, from)| *to = *from);
+            }
+            done += n * unit;
+        }
+    }
+
+    /// Combines `rows` of results whose first elements begin at `start` and are `stride` apart.
+    fn across<K: Combine>(&self, start: isize, stride: isize, rows: Range<usize>, total: &mut [S]) {
+        total.fill(K::neutral());
+        let (width, alone) = (total.len(), rows.len() <= FEW);
+        let mut kept: SmallVec<[S; 64]> = SmallVec::from_elem(K::neutral(), if alone { 0 } else { width });
+        for top in rows.clone().step_by(FEW) {
+            let starts = (top..rows.end.min(top + FEW)).map(|r| start + self.plan.reduced.run(r, 1).0);
+            let sums = if alone { &mut *total } else { &mut kept[..] };
+            sums.fill(K::neutral());
+            if stride == 1 && !self.elements.is_empty() {
+                combine_rows::<K, S>(sums, self.elements, &starts.collect::<SmallVec<[isize; FEW]>>(), self.squares);
+            } else {
+                let mut tile: SmallVec<[S; 64]> = SmallVec::from_elem(K::neutral(), width);
+                for start in starts {
+                    (self.load)(start, stride, &mut tile);
+                    combine_all::<K, S>(sums, &tile);
+                }
+            }
+            if !alone {
+                combine_all::<K, S>(total, &kept);
+            }
+        }
+    }
+
+    /// Results of many elements each, in slices.
+    fn sliced<K: Combine>(&self, slices: usize) -> Vec<S> {
+        let plan = self.plan;
+        let partial = self.items(plan.outs * slices, SLICE, |item| {
             let (o, slice) = (item / slices, item % slices);
             self.line::<K>(o, slice * SLICE, plan.n.min((slice + 1) * SLICE))
         });
@@ -195,7 +322,7 @@ impl<S: Number> Source<'_, S> {
     }
 
     /// `f(item)` for every item, on all threads where there is enough to do.
-    fn items<R: Send>(&self, count: usize, cost: usize, f: impl Fn(usize) -> R + Send + Sync) -> Vec<R> {
+    pub(super) fn items<R: Send>(&self, count: usize, cost: usize, f: impl Fn(usize) -> R + Send + Sync) -> Vec<R> {
         parallel::map(count, (JOB / cost.max(1)).max(1), f)
     }
 
@@ -243,23 +370,7 @@ impl<S: Number> Source<'_, S> {
             let width = TILE.min(columns - first);
             let base = plan.start as isize + plan.kept.run(o + first, 1).0;
             let mut total = vec![K::neutral(); width];
-            let rows = slice * ROWS..plan.n.min((slice + 1) * ROWS);
-            for top in rows.clone().step_by(FEW) {
-                let starts: SmallVec<[isize; FEW]> =
-                    (top..rows.end.min(top + FEW)).map(|r| base + plan.reduced.run(r, 1).0).collect();
-                let mut sums = [K::neutral(); TILE];
-                let sums = &mut sums[..width];
-                if across == 1 && !self.elements.is_empty() {
-                    combine_rows::<K, S>(sums, self.elements, &starts, self.squares);
-                } else {
-                    let mut tile = [K::neutral(); TILE];
-                    for start in starts {
-                        (self.load)(start, across, &mut tile[..width]);
-                        combine_all::<K, S>(sums, &tile[..width]);
-                    }
-                }
-                combine_all::<K, S>(&mut total, sums);
-            }
+            self.across::<K>(base, across, slice * ROWS..plan.n.min((slice + 1) * ROWS), &mut total);
             total
         });
         let mut parts = parts.into_iter();
@@ -273,63 +384,6 @@ impl<S: Number> Source<'_, S> {
         }
         out
     }
-
-    /// The position of every result's first greatest (or least) element, of its first NaN where it has one.
-    fn arg<K: Combine>(&self) -> Vec<i64> {
-        let plan = self.plan;
-        let slices = plan.n.div_ceil(SLICE);
-        let partial = self.items(plan.outs * slices, SLICE.min(plan.n), |item| {
-            let (o, slice) = (item / slices, item % slices);
-            self.arg_line::<K>(o, slice * SLICE, plan.n.min((slice + 1) * SLICE))
-        });
-        let first = |found: &[(S, usize)]| {
-            found.iter().copied().reduce(|a, b| if stays::<K, S>(a.0, b.0) { a } else { b }).map_or(0, |a| a.1 as i64)
-        };
-        partial.chunks(slices).map(first).collect()
-    }
-
-    fn arg_line<K: Combine>(&self, o: usize, mut r: usize, end: usize) -> (S, usize) {
-        let base = self.plan.start as isize + self.plan.kept.run(o, 1).0;
-        let stride = self.plan.reduced.inner().1;
-        let (mut loaded, mut best) = (Vec::new(), None);
-        while r < end {
-            let (at, n) = self.plan.reduced.run(r, (end - r).min(TILE));
-            let tile = match stride == 1 && !self.elements.is_empty() {
-                true => &self.elements[(base + at) as usize..][..n],
-                false => {
-                    loaded.resize(n, K::neutral());
-                    (self.load)(base + at, stride, &mut loaded);
-                    &loaded[..]
-                }
-            };
-            let value = fold::<K, S>(tile);
-            if best.is_none_or(|(b, _)| !stays::<K, S>(b, value)) {
-                best = Some((value, r + first_position(tile, value)));
-            }
-            r += n;
-        }
-        best.unwrap_or((K::neutral(), r))
-    }
-}
-
-/// The position of the first that equals `value`, or is NaN as it is.
-fn first_position<S: Number>(elements: &[S], value: S) -> usize {
-    if is_nan(value) {
-        return elements.iter().position(|v| is_nan(*v)).unwrap_or(0);
-    }
-    // A loop without an end of its own, which is put in vectors, tells which of them to look through.
-    let has = |some: &[S]| some.iter().map(|v| u32::from(*v == value)).sum::<u32>() > 0;
-    let (which, some) = elements.chunks(FEW).enumerate().find(|(_, some)| has(some)).unwrap_or((0, elements));
-    which * FEW + some.iter().position(|v| *v == value).unwrap_or(0)
-}
-
-fn is_nan<S: Number>(v: S) -> bool {
-    v.partial_cmp(&v).is_none()
-}
-
-/// Whether the earlier `a` is kept beside the later `b`: as good, or NaN.
-fn stays<K: Combine, S: Number>(a: S, b: S) -> bool {
-    is_nan(a) || (!is_nan(b) && K::combine(a, b) == a)
 }
 
 vectorised! {
@@ -375,22 +429,4 @@ fn merge<K: Combine, S: Number>(mut partial: Vec<S>, outs: usize, slices: usize)
         }
     }
     (0..outs).map(|o| partial[o * slices]).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_first_of_those_that_are_equal_is_found() {
-        for n in [1, 2, FEW - 1, FEW, FEW + 1, 3 * FEW + 5] {
-            for at in 0..n {
-                let mut elements = vec![1f32; n];
-                (at..n).step_by(3).for_each(|i| elements[i] = 2.0);
-                assert_eq!(first_position(&elements, 2.0), at, "of {n}");
-                elements[at] = f32::NAN;
-                assert_eq!(first_position(&elements, f32::NAN), at, "NaN of {n}");
-            }
-        }
-    }
 }
