@@ -70,7 +70,7 @@ inline uint together(__local Digits *d, uint v, uint lid) {
 #define PARAMETERS                                                                                                     \
     __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *indices, ulong indices_at,       \
         __global const long *from, ulong from_at, Rest rest, ulong n_, long stride, ulong inner_, ulong k_,            \
-        uint slices, uint rule
+        uint slices, uint rule, ulong flip_
 #define KEY(i) KEY_OF(CAT(load_, A)(x, (ulong)(start + (long)(i) * stride)))
 
 #ifdef FROM
@@ -147,6 +147,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
     const IDX first = slice * share + min(slice, rest_of), end = first + share + (slice < rest_of);
     const long start = (long)x_at + at_Rest(&rest, line);
     const uint lid = get_local_id(0), k = (uint)k_;
+    const Key flip = (Key)flip_;
     const int low = index_digits(n_);
     __local Digits digits;
     __local Key held_key[CAP];
@@ -257,10 +258,11 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
         PUT(line * slices + slice, j, held_at[j]);
 }
 #else
-// Which rank is selected; NaN ranks last. PLAIN: the k-th, counted from 1. MEDIAN: the middle one, or the first NaN if there is any.
-// Otherwise: the middle one of those that are not NaN.
+// Which rank is selected; NaN ranks last. PLAIN: the k-th, counted from 1. OR_NAN: the k-th, or the first NaN if there is any. NAN_MEDIAN:
+// the middle one of those that are not NaN. Otherwise the rank, counted from 0, is read from `from`.
 #define PLAIN 0
-#define MEDIAN 1
+#define OR_NAN 1
+#define NAN_MEDIAN 2
 
 #ifdef RESIDENT
 #define KEY_AT(s, i) key[s]
@@ -274,6 +276,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
     const long start = (long)x_at + at_Rest(&rest, line);
     const uint lid = get_local_id(0);
     const int low = index_digits(n_);
+    const Key flip = 0;
     __local Digits digits;
 #ifdef RESIDENT
     Key key[PER];
@@ -282,7 +285,9 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
         key[s] = s * GROUP + lid < n ? KEY(s * GROUP + lid) : 0;
 #endif
     ulong need = k_;
-    if (rule != PLAIN) {
+    if (rule > NAN_MEDIAN)
+        need = (ulong)from[from_at + line] + 1;
+    else if (rule != PLAIN) {
         uint nans = 0;
 #if defined(KEY_F32) || defined(KEY_F64)
         for (IDX block = 0; block < n; block += GROUP * PER) {
@@ -295,7 +300,10 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETE
         }
         nans = together(&digits, nans, lid);
 #endif
-        need = rule == MEDIAN && nans > 0 ? n - nans + 1 : (n - 1 - (rule == MEDIAN ? 0 : min((IDX)nans, n - 1))) / 2 + 1;
+        if (rule == NAN_MEDIAN)
+            need = (n - 1 - min((IDX)nans, n - 1)) / 2 + 1;
+        else if (nans > 0)
+            need = n - nans + 1;
     }
     Key key_found = 0, key_mask = 0;
     IDX at_found = 0, at_mask = 0;

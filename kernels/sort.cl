@@ -1,6 +1,6 @@
 // Stable sorting along a dim of a strided tensor, and binary search in sorted lines (SEARCH, which needs no key.cl; the others come after it).
 // The host gives A (dtype), V (an unsigned type of the element's size), INDEX_TYPE (uint or ulong), NK (rank), IDX, FIRST where the
-// launch reads the elements, FINAL where it writes the results, and one of:
+// launch reads the elements, FINAL where it writes the results, FROM where indices are read from a tensor, and one of:
 //   BLOCKS  sorts every block of BLOCK elements, with RADIX by the digits from bit FROM_BIT to TO_BIT
 //   MERGE   merges pairs of sorted runs of `run` elements
 //   COUNT   the histogram of each tile: how many of its keys have each value of the byte that starts at bit `run`
@@ -14,23 +14,37 @@ STRIDED_DIMS(Rest, NK)
 #define PARAMETERS                                                                                                     \
     __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *indices, ulong indices_at,       \
         __global Key *keys, ulong keys_at, __global INDEX_TYPE *at, ulong at_at, __global Key *keys_b, ulong keys_b_at,     \
-        __global INDEX_TYPE *at_b, ulong at_b_at, __global INDEX_TYPE *counts, ulong counts_at, Rest rest, ulong lines_, ulong n_, long stride, ulong inner_, ulong run_
-#define NUMBERS const IDX lines = (IDX)lines_, n = (IDX)n_, inner = (IDX)inner_
+        __global INDEX_TYPE *at_b, ulong at_b_at, __global INDEX_TYPE *counts, ulong counts_at, __global const long *from_indices, ulong from_at,           \
+        Rest rest, ulong lines_, ulong n_, long stride, ulong inner_, ulong run_, ulong flip_
+#define NUMBERS                                                                                                        \
+    const IDX lines = (IDX)lines_, n = (IDX)n_, inner = (IDX)inner_;                                                   \
+    const Key flip = (Key)flip_
 
+#ifdef FROM
+#define INDEX(line, p) from_indices[from_at + (line) * n + (p)]
+#else
+#define INDEX(line, p) (long)(p)
+#endif
 // Writes element i of the sorted line: the element that had index p.
 #define PUT(line, i, p)                                                                                                \
     {                                                                                                                  \
         const long put_from = (long)x_at + at_Rest(&rest, line) + (long)(p) * stride;                                  \
         const IDX put_at = (line) / inner * inner * n + (line) % inner + (i) * inner;                                  \
         y[y_at + put_at] = ((__global const V *)x)[put_from];                                                          \
-        indices[indices_at + put_at] = (long)(p);                                                                        \
+        indices[indices_at + put_at] = INDEX(line, p);                                                                 \
     }
 
-// The tile that a group works on: tile `segment` of the line's `segments`, with `len` elements from element `first` on. KEY_AT(s) is the
+// The tile that a group, or a work-item of a processor, works on: tile `segment` of the `segments` of a line, with `len` elements from
+// element `first` on. KEY_AT(s) is the
 // key of the tile's element s.
+#ifdef IS_CPU
+#define TILE_ID get_global_id(0)
+#else
+#define TILE_ID get_group_id(0)
+#endif
 #define TILES                                                                                                          \
     NUMBERS;                                                                                                           \
-    const IDX segments = (n + TILE - 1) / TILE, group = (IDX)get_group_id(0), line = group / segments;                 \
+    const IDX segments = (n + TILE - 1) / TILE, group = (IDX)TILE_ID, line = group / segments;                         \
     const IDX segment = group % segments, first = segment * TILE;                                                      \
     const uint lid = get_local_id(0), len = (uint)min(n - first, (IDX)TILE);                                           \
     const long from = (long)x_at + at_Rest(&rest, line)
@@ -44,7 +58,31 @@ STRIDED_DIMS(Rest, NK)
 #endif
 
 #if defined(BLOCKS) || defined(SCATTER)
-#ifdef IS_CPU
+#if defined(IS_CPU) && defined(SCATTER)
+__kernel void sort_tiles(PARAMETERS) {
+    TILES;
+    if (line >= lines)
+        return;
+    INDEX_TYPE next[256];
+    for (uint b = 0; b < 256; ++b)
+        next[b] = COUNT_AT(b) > line * 256 * segments ? counts[counts_at + COUNT_AT(b) - 1] : 0;
+    for (uint s = 0; s < len; ++s) {
+        const Key key = KEY_AT(s);
+        const IDX to = (IDX)next[(uint)(key >> (uint)run_) & 255]++;
+#ifdef FIRST
+        const INDEX_TYPE index = (INDEX_TYPE)(first + s);
+#else
+        const INDEX_TYPE index = at[at_at + line * n + first + s];
+#endif
+#ifdef FINAL
+        PUT(line, to, index);
+#else
+        keys_b[keys_b_at + line * n + to] = key;
+        at_b[at_b_at + line * n + to] = index;
+#endif
+    }
+}
+#elif defined(IS_CPU)
 // A work-item merges its block bottom up, back and forth between the two pairs of buffers.
 __kernel void sort_blocks(PARAMETERS) {
     NUMBERS;
@@ -262,7 +300,20 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PAR
 #endif
 #endif
 
-#ifdef COUNT
+#if defined(COUNT) && defined(IS_CPU)
+__kernel void sort_count(PARAMETERS) {
+    TILES;
+    if (line >= lines)
+        return;
+    uint bytes[256];
+    for (uint b = 0; b < 256; ++b)
+        bytes[b] = 0;
+    for (uint s = 0; s < len; ++s)
+        ++bytes[(uint)(KEY_AT(s) >> (uint)run_) & 255];
+    for (uint b = 0; b < 256; ++b)
+        counts[counts_at + COUNT_AT(b)] = bytes[b];
+}
+#elif defined(COUNT)
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_count(PARAMETERS) {
     TILES;
     __local uint bytes[256];
@@ -307,13 +358,19 @@ __kernel void sort_merge(PARAMETERS) {
 #endif
 
 #ifdef SEARCH
-// The number of elements of a sorted line that are less than each value, or with RIGHT at most it.
+// The number of elements of a sorted line that are less than each value, or with RIGHT at most it; with FINDS whether the value is among
+// them.
+#ifdef FINDS
+#define RESULT uchar
+#else
+#define RESULT long
+#endif
 typedef struct {
     ulong size[NK];
     long x[NK], v[NK];
 } Both;
 __kernel void search(__global const CAT(A, _t) *x, ulong x_at, __global const CAT(A, _t) *v, ulong v_at,
-                     __global long *y, ulong y_at, Both walk, ulong count, ulong n, long stride) {
+                     __global RESULT *y, ulong y_at, Both walk, ulong count, ulong n, long stride) {
     const IDX p = (IDX)get_global_id(0);
     if (p >= (IDX)count)
         return;
@@ -336,6 +393,10 @@ __kernel void search(__global const CAT(A, _t) *x, ulong x_at, __global const CA
         else
             low = between + 1;
     }
+#ifdef FINDS
+    y[y_at + p] = low < n && CAT(load_, A)(x, x_at + (long)low * stride) == CAT(load_, A)(v, v_at);
+#else
     y[y_at + p] = (long)low;
+#endif
 }
 #endif

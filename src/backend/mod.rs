@@ -59,12 +59,13 @@ pub(crate) trait Backend: Sync {
 
     /// Stable sort along dim `d`, with the indices of the sorted elements.
     fn sort(&self, x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()>;
-    /// Where `values` would be inserted into lines sorted along their last dim, whose steps are `step`.
+    /// Where the values `v` would be inserted into lines sorted along their last dim, whose steps are `step`; in a bool `out`, whether
+    /// they are in their lines.
     fn search(&self, x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()>;
     /// The first `k` elements along dim `d` in sorted order; None where sorting is the way.
     fn first(&self, x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>>;
-    /// One element along dim `d` by its rank; None where sorting is the way.
-    fn nth(&self, x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>>;
+    /// The element of one rank of each line along dim `d`; None where sorting is the way.
+    fn nth(&self, x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Option<Selected>>;
 
     /// Reads elements through an index.
     fn gather(&self, g: &Indexed, out: &Tensor) -> Result<()>;

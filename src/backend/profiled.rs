@@ -217,7 +217,7 @@ impl Backend for Profiled {
             describe("cat", tensors.iter().copied().chain([out]));
         zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = describe("tril", [x, x]);
         first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> = describe("topk", [x]);
-        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>> = describe("kthvalue", [x]);
+        nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Option<Selected>> = describe("kthvalue", [x]);
         masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> = describe("masked_select", [x, mask]);
         normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
             describe("batch_norm", [x, x]);

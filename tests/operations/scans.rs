@@ -133,6 +133,11 @@ fn scans_of_sizes_around_blocks() {
             check(&numbers(&[3, n], DType::F32, device));
             check(&numbers(&[n, 3], DType::F32, device));
         }
+        for (n, dtype) in [(2, DType::F16), (4, DType::U8), (5, DType::F64), (64, DType::I32), (65, DType::BF16)] {
+            check(&numbers(&[1100, n], dtype, device));
+            check(&numbers(&[300, n, 3], dtype, device));
+            check(&numbers(&[300, n, 2], dtype, device).narrow(1, 1, n - 1).unwrap().flip(0).unwrap());
+        }
         check(&numbers(&[9, 300, 5], DType::F32, device).permute(&[1, 2, 0]).unwrap());
         check(&numbers(&[7, 300], DType::I32, device).narrow(1, 3, 200).unwrap().flip(1).unwrap());
         check(&numbers(&[9], DType::I64, device).expand([40, 9]).unwrap());

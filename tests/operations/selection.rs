@@ -3,8 +3,8 @@
 use claystone::{DType, Device, Tensor};
 use ndarray::ArrayD;
 
-use crate::common::{each_device, f64s};
-use crate::sorting::{along, equal, numbers, sorted};
+use crate::common::{alone, each_device, f64s, turn};
+use crate::sorting::{along, check as sorting_check, equal, numbers, sorted};
 
 const CPU: Device = Device::Cpu;
 
@@ -161,5 +161,159 @@ fn membership_and_counts_of_many_elements() {
         let of = |i: usize, k: usize| values[i * 4 + k];
         let right = |i: usize| (0..4).map(|k| of(i / 9, k) * of(i % 9 + 5, k)).sum::<i64>() + of(i % 9 + 5, 0);
         assert!(made.iter().enumerate().all(|(i, &x)| x == right(i) as u8), "linear of u8 on {device}");
+    });
+}
+
+/// A position between two ranks, as `quantile` has it.
+fn between(line: &[f64], place: f64) -> f64 {
+    let order = sorted(line, false);
+    let [low, high] = [place.floor(), place.ceil()].map(|rank| line[order[rank as usize]]);
+    if place.fract() == 0.0 { low } else { low + (high - low) * place.fract() }
+}
+
+#[test]
+fn long_lines_are_selected_from_on_every_device() {
+    each_device(|device| {
+        for dtype in DType::ALL {
+            for n in [4095, 4097, 16_384, 40_003] {
+                check(&special(&[n], dtype, 2).to_device(device).unwrap(), &[1, 8, 9, 32, 33, n / 5, n]);
+            }
+            check(&special(&[2, 17_000], dtype, 97).to_device(device).unwrap(), &[1, 33]);
+        }
+        // Many lines, some beside each other, and lines that are read backwards or with gaps.
+        let t = special(&[20, 300, 3], DType::F32, 1).to_device(device).unwrap();
+        check(&t, &[1, 32, 300]);
+        check(&t.permute(&[2, 0, 1]).unwrap().narrow(2, 7, 200).unwrap().flip(2).unwrap(), &[2, 40]);
+        let t = special(&[16_500, 3], DType::F16, 1).to_device(device).unwrap();
+        check(&t, &[1, 33, 4000]);
+        check(&t.narrow(0, 1, 16_400).unwrap().flip(0).unwrap(), &[5, 600]);
+        // All are equal, or none but one.
+        let mut values = vec![7.0f32; 50_000];
+        check(&Tensor::from_slice(&values, 50_000, device).unwrap(), &[1, 32, 33, 12_000]);
+        values[49_999] = -1.0;
+        check(&Tensor::from_slice(&values, 50_000, device).unwrap(), &[1, 32, 33, 12_000]);
+        let ends = [i64::MAX, i64::MIN, 0, i64::MIN + 1, i64::MAX - 1, -1, 1].map(|v| vec![v; 3000]).concat();
+        let (values, at) = Tensor::from_slice(&ends, 21_000, device).unwrap().kthvalue(3001, 0, false).unwrap();
+        assert_eq!((values.item::<i64>().unwrap(), at.item::<i64>().unwrap()), (i64::MIN + 1, 9000));
+    });
+}
+
+#[test]
+fn quantiles_of_long_and_short_lines() {
+    each_device(|device| {
+        for dtype in [DType::F32, DType::F64, DType::F16] {
+            for (shape, nans) in [(&[9][..], 0), (&[5, 70], 2), (&[3, 70], 0), (&[70_001], 0), (&[2, 17_000], 97)] {
+                let t = special(shape, dtype, nans).to_device(device).unwrap();
+                let finite = t.clamp(-60.0, 60.0).unwrap();
+                let x = f64s(&finite);
+                let d = shape.len() - 1;
+                let last = (shape[d] - 1) as f64;
+                for q in [0.0, 0.25, 0.5, 1.0] {
+                    let got = f64s(&finite.quantile(q, -1, true).unwrap());
+                    let nan = |line: &[f64]| line.iter().any(|v| v.is_nan());
+                    let of_line = |line: &[f64]| if nan(line) { f64::NAN } else { between(line, q * last) };
+                    let want = along(&x, d, |line| vec![of_line(line)]);
+                    let left = |line: &[f64]| line.iter().copied().filter(|v| !v.is_nan()).collect::<Vec<_>>();
+                    let of_rest = |line: Vec<f64>| match line.len() {
+                        0 => f64::NAN,
+                        n => between(&line, q * (n - 1) as f64),
+                    };
+                    let without = along(&x, d, |line| vec![of_rest(left(line))]);
+                    let same = |a: f64, b: f64| a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() < 0.03 * b.abs();
+                    let nan_got = f64s(&finite.nanquantile(q, -1, true).unwrap());
+                    for ((got, want), what) in [((got, want), "quantile"), ((nan_got, without), "nanquantile")] {
+                        let all = got.iter().zip(&want).all(|(&a, &b)| same(a, b));
+                        assert!(all, "{what} {q} of {shape:?} {dtype} on {device}: {got} instead of {want}");
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn selections_stream_their_input() {
+    let _turn = turn();
+    each_device(|device| {
+        let n = 1 << 22;
+        for dtype in [DType::U8, DType::F32] {
+            let x = numbers(&[n], dtype, device);
+            let float = dtype.is_float();
+            let among = numbers(&[1000], dtype, device);
+            let measured = |what: &str, most: usize, f: &dyn Fn() -> claystone::Result<()>| {
+                f().unwrap();
+                device.synchronize().unwrap();
+                device.reset_peak_stats().unwrap();
+                let before = device.memory_stats().unwrap().allocated_bytes.current;
+                f().unwrap();
+                device.synchronize().unwrap();
+                let bytes = device.memory_stats().unwrap().allocated_bytes.peak - before;
+                assert!(bytes <= most as u64, "{what} of {dtype} on {device} takes {bytes} bytes");
+            };
+            let few = 1 << 21;
+            measured("topk", few, &|| x.topk(4, 0, true).map(drop));
+            measured("topk of 100", few, &|| x.topk(100, 0, false).map(drop));
+            measured("kthvalue", few, &|| x.kthvalue(n / 3, 0, false).map(drop));
+            measured("median", few, &|| x.median(0, false).map(drop));
+            measured("nanmedian", few, &|| x.nanmedian(0, false).map(drop));
+            measured("isin", n + few, &|| x.isin(&among).map(drop));
+            if float {
+                measured("quantile", few, &|| x.quantile(0.3, 0, false).map(drop));
+                measured("nanquantile", few, &|| x.nanquantile(0.3, 0, false).map(drop));
+            }
+        }
+    });
+}
+
+/// The most bytes of memory that this process has had so far; None where the system does not tell.
+fn most_resident() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    Some(1024 * line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?)
+}
+
+#[test]
+fn the_cpu_has_its_temporaries_from_the_allocator() {
+    if !alone("selection::the_cpu_has_its_temporaries_from_the_allocator") {
+        return;
+    }
+    let n = 1 << 24;
+    let x = Tensor::zeros(n, (DType::U8, CPU)).unwrap();
+    let pairs = x.reshape([n / 2, 2]).unwrap();
+    let wide = Tensor::zeros(1 << 22, (DType::F64, CPU)).unwrap();
+    type Run<'a> = &'a dyn Fn() -> claystone::Result<()>;
+    let runs: [(&str, Run<'_>); 11] = [
+        ("kthvalue", &|| x.kthvalue(n / 2, 0, false).map(drop)),
+        ("median", &|| x.median(0, false).map(drop)),
+        ("topk", &|| x.topk(4, 0, true).map(drop)),
+        ("sort", &|| x.sort(0, false).map(drop)),
+        ("sort of f64", &|| wide.sort(0, false).map(drop)),
+        ("sort of columns", &|| pairs.sort(0, false).map(drop)),
+        ("sum of pairs", &|| pairs.sum(1, false).map(drop)),
+        ("any of pairs", &|| pairs.any(1, false).map(drop)),
+        ("argmax of pairs", &|| pairs.argmax(1, false).map(drop)),
+        ("max of pairs", &|| pairs.max_dim(1, false).map(drop)),
+        ("cumsum of pairs", &|| pairs.cumsum(1).map(drop)),
+    ];
+    for (what, run) in runs {
+        let Some(before) = most_resident() else { return };
+        let counted = CPU.memory_stats().unwrap().reserved_bytes.peak;
+        run().unwrap();
+        let counted = CPU.memory_stats().unwrap().reserved_bytes.peak - counted;
+        let resident = most_resident().unwrap() - before;
+        assert!(resident <= counted + (24 << 20), "{what}: {resident} bytes, of which {counted} are counted");
+    }
+}
+
+#[test]
+fn long_sorts_of_every_dtype() {
+    each_device(|device| {
+        for dtype in DType::ALL {
+            sorting_check(&special(&[70_001], dtype, 3).to_device(device).unwrap());
+        }
+        for dtype in [DType::U8, DType::F32, DType::F64] {
+            let t = special(&[66_000, 3], dtype, 2).to_device(device).unwrap();
+            sorting_check(&t.narrow(0, 3, 65_900).unwrap().flip(0).unwrap());
+        }
     });
 }

@@ -238,7 +238,7 @@ pub fn equal(got: &Tensor, want: &ArrayD<f64>, what: &str) {
 }
 
 #[track_caller]
-fn check(t: &Tensor) {
+pub fn check(t: &Tensor) {
     let x = f64s(t);
     for d in 0..t.rank() {
         for descending in [false, true] {
@@ -342,12 +342,12 @@ fn what_is_chosen_by_order() {
 #[test]
 fn searches() {
     each_device(|device| {
-        for n in [0, 1, 2, 7, 100] {
+        for (n, dtype) in [(0, DType::F32), (1, DType::F64), (2, DType::F16), (7, DType::F32), (100, DType::BF16), (100, DType::F32)] {
             let line: Vec<f64> = (0..n).map(|i| f64::from(i / 3)).collect();
             let values: Vec<f64> = (-2..40).map(|i| f64::from(i) / 2.0).chain([f64::NAN, f64::INFINITY]).collect();
             let (x, v) = (
-                Tensor::from_slice(&line, line.len(), device).unwrap().to_dtype(DType::F32).unwrap(),
-                Tensor::from_slice(&values, [4, 11], device).unwrap().to_dtype(DType::F32).unwrap(),
+                Tensor::from_slice(&line, line.len(), device).unwrap().to_dtype(dtype).unwrap(),
+                Tensor::from_slice(&values, [4, 11], device).unwrap().to_dtype(dtype).unwrap(),
             );
             for right in [false, true] {
                 let below = |v: f64| {
@@ -360,7 +360,16 @@ fn searches() {
                 let columns = v.t().unwrap().bucketize(&x, right).unwrap();
                 assert_eq!(columns.t().unwrap().to_vec::<i64>().unwrap(), want);
             }
+            let found: Vec<bool> = values.iter().map(|v| line.contains(v)).collect();
+            assert_eq!(v.isin(&x).unwrap().to_vec::<bool>().unwrap(), found);
         }
+        // More boundaries and more values than are converted at a time.
+        let line = numbers(&[70_000], DType::F16, device).sort(0, false).unwrap().0;
+        let v = numbers(&[3001], DType::F16, device).mul_scalar(1.5).unwrap();
+        let below = |e: f64| f64s(&line).iter().filter(|&&v| v < e).count() as i64;
+        let want: Vec<i64> = f64s(&v).iter().take(40).map(|&e| below(e)).collect();
+        let got = line.searchsorted(&v, false).unwrap().to_vec::<i64>().unwrap();
+        assert_eq!((&got[..40], got.len()), (&want[..], 3001));
         // Every line has its own values; what is searched goes backwards in memory.
         let x = Tensor::from_slice(&[5i64, 3, 1, 6, 4, 2], [2, 3], device).unwrap().flip(1).unwrap();
         let v = Tensor::from_slice(&[4i64, 1, 4, 7], [2, 2], device).unwrap();

@@ -8,10 +8,15 @@ use crate::backend::cpu::scalar::Number;
 use crate::backend::problem::lines::Lines;
 use crate::device::cpu::parallel;
 use crate::storage::{Storage, with_host};
-use crate::{Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 /// Elements a job of the pool has: enough to hide what handing it over costs.
 const JOB: usize = 1 << 13;
+
+/// Elements of a long line that are read at a time.
+pub(crate) const PIECE: usize = 1 << 14;
+/// Elements that are loaded and stored at once, of lines that are shorter.
+const TILE: usize = 1 << 10;
 
 /// On the CPU: `f(line, values, indices)` for every line of `x` along d; lines are shared out among the team's threads.
 pub(crate) fn each<C: Number>(
@@ -36,18 +41,79 @@ pub(crate) fn each<C: Number>(
             let (values_to, indices_to) = parts.split_first_mut().expect("the values");
             let mut indices_to = indices_to.first_mut().map(|bytes| bytemuck::cast_slice_mut::<u8, i64>(bytes));
             let (first, zero) = (job * least * lines.inner, C::from_i32(0));
-            let (mut line, mut made, mut found) = (vec![zero; lines.n], vec![zero; lines.n], vec![0i64; lines.n]);
-            for i in 0..values_to.len() / size / lines.n {
-                let start = x.layout.offset as isize + lines.strided.offsets(first + i)[0];
-                load_tile(x.dtype, reads[0], start as usize, lines.step, &mut line);
-                f(&line, &mut made, &mut found);
-                let at = i / lines.inner * stretch + i % lines.inner;
-                store_tile(values.dtype, &made, values_to, at, lines.inner as isize);
+            let (n, inner, count) = (lines.n, lines.inner, values_to.len() / size);
+            let start = |line: usize| (x.layout.offset as isize + lines.strided.offsets(line)[0]) as usize;
+            // Lines of a contiguous tensor are loaded and stored many at a time.
+            let tile = if x.is_contiguous() && stretch <= TILE { TILE / stretch * stretch } else { n };
+            let (mut loaded, mut made, mut found) = (vec![zero; tile], vec![zero; tile], vec![0i64; tile]);
+            let mut alone = (vec![zero; n], vec![zero; n], vec![0i64; n]);
+            for at in (0..count).step_by(tile) {
+                let len = tile.min(count - at);
+                if tile == n && stretch != n {
+                    // One of several lines side by side.
+                    let line = at / n;
+                    load_tile(x.dtype, reads[0], start(first + line), lines.step, &mut loaded);
+                    f(&loaded, &mut made, &mut found);
+                    let at = line / inner * stretch + line % inner;
+                    store_tile(values.dtype, &made, values_to, at, inner as isize);
+                    if let Some(indices) = &mut indices_to {
+                        indices[at..].iter_mut().step_by(inner).zip(&found).for_each(|(to, &index)| *to = index);
+                    }
+                    continue;
+                }
+                let step = if tile == n { lines.step } else { 1 };
+                load_tile(x.dtype, reads[0], start(first + at / n), step, &mut loaded[..len]);
+                for from in (0..len).step_by(stretch) {
+                    let all = from..from + stretch;
+                    let (loaded, made, found) = (&loaded[all.clone()], &mut made[all.clone()], &mut found[all]);
+                    if inner == 1 {
+                        f(loaded, made, found);
+                        continue;
+                    }
+                    let (line, values, indices) = &mut alone;
+                    for j in 0..inner {
+                        line.iter_mut().zip(loaded[j..].iter().step_by(inner)).for_each(|(to, from)| *to = *from);
+                        f(line, values, indices);
+                        made[j..].iter_mut().step_by(inner).zip(&*values).for_each(|(to, from)| *to = *from);
+                        found[j..].iter_mut().step_by(inner).zip(&*indices).for_each(|(to, from)| *to = *from);
+                    }
+                }
+                store_tile(values.dtype, &made[..len], values_to, at, 1);
                 if let Some(indices) = &mut indices_to {
-                    let indices = indices[at..].iter_mut().step_by(lines.inner);
-                    indices.zip(&found).for_each(|(to, &index)| *to = index);
+                    indices[at..at + len].copy_from_slice(&found[..len]);
                 }
             }
         });
     })
+}
+
+/// A line of a tensor.
+#[derive(Clone, Copy)]
+pub(crate) struct Line<'a> {
+    pub(crate) dtype: DType,
+    pub(crate) bytes: &'a [u8],
+    pub(crate) start: isize,
+    pub(crate) step: isize,
+    pub(crate) n: usize,
+}
+
+impl Line<'_> {
+    /// Calls `f` with the elements from `from` to `to`, some at a time, and the index of the first, until `f` returns true.
+    pub(crate) fn pieces<C: Number>(&self, from: usize, to: usize, mut f: impl FnMut(&[C], usize) -> bool) {
+        let in_place = self.step == 1 && self.dtype == C::COMPUTE.dtype();
+        let mut buffer = vec![C::from_i32(0); if in_place { 0 } else { PIECE.min(to - from) }];
+        for first in (from..to).step_by(PIECE) {
+            let n = PIECE.min(to - first);
+            let stops = if in_place {
+                f(&bytemuck::cast_slice(self.bytes)[self.start as usize + first..][..n], first)
+            } else {
+                let at = (self.start + first as isize * self.step) as usize;
+                load_tile(self.dtype, self.bytes, at, self.step, &mut buffer[..n]);
+                f(&buffer[..n], first)
+            };
+            if stops {
+                return;
+            }
+        }
+    }
 }

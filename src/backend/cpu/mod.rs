@@ -88,7 +88,7 @@ impl Backend for Cpu {
             counted(sort::search(x, lines, step, v, right, out));
         first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
             counted_if(select::first(x, d, k, descending), |first| first.indices.numel() > 0).map(Some);
-        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>> =
+        nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Option<Selected>> =
             counted_if(select::nth(x, d, nth), |nth| nth.indices.numel() > 0).map(Some);
         gather(g: &Indexed, out: &Tensor) -> Result<()> = counted(gather::gather(g, out));
         scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> =

@@ -17,6 +17,8 @@ const JOB: usize = 1 << 13;
 const PIECE: usize = 1 << 15;
 /// Lines side by side that are worth it.
 const NARROW: usize = 8;
+/// Lines that are so short are done one by one, of which processors do several at a time by themselves.
+const SHORT: usize = 64;
 /// Lines one after another that are done at a time, and elements of each.
 const SIDE: usize = 4;
 const TILE: usize = 512;
@@ -25,7 +27,8 @@ const TILE: usize = 512;
 pub(crate) fn run<K: Combine, C: Number>(x: &Tensor, d: usize, values: &Tensor, splits: bool) -> Result<()> {
     let lines = Lines::new(x, d);
     let even = lines.strided.dims.last().is_none_or(|last| last % lines.inner == 0);
-    if !even || (2..NARROW).contains(&lines.inner) {
+    let short = lines.inner == 1 && lines.n <= SHORT;
+    if !even || short || (2..NARROW).contains(&lines.inner) {
         return each::<C>(x, d, values, None, |line, values, _| {
             values.copy_from_slice(line);
             one::<K, C>(values, &mut K::neutral());

@@ -3,20 +3,22 @@
 use pulp::{Arch, Simd, WithSimd};
 
 use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::lines::{Line, PIECE};
 use crate::backend::cpu::sort::{Ordered, compared_in};
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::lines::Lines;
-use crate::backend::problem::select::{Nth, Selected, with};
+use crate::backend::problem::select::{Nth, Selected, digits, with};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
 
 /// Elements a job of the pool has.
 const JOB: usize = 1 << 11;
-/// Elements of a long line that are read at a time.
-const PIECE: usize = 1 << 14;
 /// So many are kept, or twice as many as are wanted, before those that are too many are dropped.
 const FEW: usize = 32;
+/// Elements of a line that is selected from by digits and not by moving keys.
+const RADIX: usize = 1 << 13;
+const DIGIT_BITS: usize = 11;
 /// Elements that are compared with the last of the first at a time: a bit each.
 const BLOCK: usize = 32;
 
@@ -143,9 +145,8 @@ pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
 }
 
 /// The index of one element of each line by its rank.
-pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Selected> {
-    let n = x.shape().dims()[d];
-    chosen(x, d, 1, |out| nth_into(x, d, |nans| nth.rank(n, nans), out))
+pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Selected> {
+    chosen(x, d, 1, |out| nth_into(x, d, nth, out))
 }
 
 fn chosen(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -> Result<()>) -> Result<Selected> {
@@ -167,8 +168,13 @@ fn first_into(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) ->
 
 fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
     let lines = Lines::new(x, d);
-    with_host(&[&x.storage], &[&out.storage], |reads, writes| {
-        let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..lines.count * k];
+    // The indices of each line in a row, where lines are interleaved in the result.
+    let beside = Tensor::empty_like_shape(if lines.inner > 1 { out.numel() } else { 0 }, DType::I64, x.device())?;
+    with_host(&[&x.storage], &[&out.storage, &beside.storage], |reads, writes| {
+        let [out, beside] = writes else { unreachable!("two are written") };
+        let out: &mut [i64] = &mut bytemuck::cast_slice_mut(out)[..lines.count * k];
+        let beside: &mut [i64] =
+            &mut bytemuck::cast_slice_mut(beside)[..if lines.inner > 1 { lines.count * k } else { 0 }];
         let scan = |kept: &mut First<C>, buffer: &mut Vec<C>, line: usize, from: usize, to: usize| {
             let start = x.layout.offset as isize + lines.strided.offsets(line)[0];
             if lines.step == 1 && x.dtype == C::COMPUTE.dtype() {
@@ -196,8 +202,7 @@ fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &
             }
             return;
         }
-        let mut beside = if lines.inner > 1 { vec![0; out.len()] } else { Vec::new() };
-        let found: &mut [i64] = if lines.inner > 1 { &mut beside } else { &mut *out };
+        let found: &mut [i64] = if lines.inner > 1 { &mut *beside } else { &mut *out };
         let group = JOB.div_ceil(lines.n);
         let part = |job: usize, found: &mut [i64]| {
             let (mut kept, mut buffer) = (First::<C>::new(k, descending), Vec::new());
@@ -211,7 +216,6 @@ fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &
             true => part(0, found),
             false => parallel::for_each_chunk(found, group * k, part),
         }
-        // Lines that lie side by side in the result were found one after the other.
         for (line, found) in beside.chunks(k).enumerate() {
             let to = line / lines.inner * lines.inner * k + line % lines.inner;
             out[to..].iter_mut().step_by(lines.inner).zip(found).for_each(|(to, &index)| *to = index);
@@ -219,29 +223,49 @@ fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &
     })
 }
 
-/// The index of the element of each line of `x` along d of rank `which(number of NaN)` in ascending order.
-fn nth_into(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Sync, out: &Tensor) -> Result<()> {
-    match compared_in(x, x.shape().dims()[d]) {
-        Compute::F32 => nth_as::<f32>(x, d, which, out),
-        Compute::F64 => nth_as::<f64>(x, d, which, out),
-        Compute::I64 => nth_as::<i64>(x, d, which, out),
+/// The index of the element of each line of `x` along d of one rank in ascending order.
+fn nth_into(x: &Tensor, d: usize, nth: Nth<'_>, out: &Tensor) -> Result<()> {
+    match x.dtype.compute() {
+        Compute::F32 => nth_as::<f32>(x, d, nth, out),
+        Compute::F64 => nth_as::<f64>(x, d, nth, out),
+        Compute::I64 => nth_as::<i64>(x, d, nth, out),
     }
 }
 
-fn nth_as<C: Ordered>(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Sync, out: &Tensor) -> Result<()> {
+fn nth_as<C: Ordered>(x: &Tensor, d: usize, nth: Nth<'_>, out: &Tensor) -> Result<()> {
     let lines = Lines::new(x, d);
-    let group = JOB.div_ceil(lines.n);
-    with_host(&[&x.storage], &[&out.storage], |reads, writes| {
+    let ranks = nth.ranks().unwrap_or(x);
+    with_host(&[&x.storage, &ranks.storage], &[&out.storage], |reads, writes| {
         let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..lines.count];
+        let listed = |line: usize| bytemuck::cast_slice::<u8, i64>(reads[1])[ranks.layout.offset + line];
+        let line_of = |line: usize| Line {
+            dtype: x.dtype,
+            bytes: reads[0],
+            start: x.layout.offset as isize + lines.strided.offsets(line)[0],
+            step: lines.step,
+            n: lines.n,
+        };
+        if lines.n > RADIX {
+            let slices = if lines.count >= threads() { 1 } else { 4 * threads() }.max(lines.n >> 31);
+            let find =
+                |line: usize| line_of(line).radix_select::<C>(slices, |nans| nth.rank(lines.n, nans, || listed(line)));
+            return match slices {
+                1 => parallel::for_each(out, |line, to| *to = find(line)),
+                _ => out.iter_mut().enumerate().for_each(|(line, to)| *to = find(line)),
+            };
+        }
+        let group = JOB.div_ceil(lines.n);
         let part = |job: usize, out: &mut [i64]| {
             let (mut line, mut keys) = (vec![C::from_i32(0); lines.n], Vec::with_capacity(lines.n));
             for (i, to) in out.iter_mut().enumerate() {
-                let start = x.layout.offset as isize + lines.strided.offsets(job * group + i)[0];
-                load_tile(x.dtype, reads[0], start as usize, lines.step, &mut line);
+                let number = job * group + i;
+                let Line { start, step, .. } = line_of(number);
+                load_tile(x.dtype, reads[0], start as usize, step, &mut line);
                 let nans = line.iter().filter(|v| v.partial_cmp(v).is_none()).count();
                 keys.clear();
                 keys.extend(line.iter().enumerate().map(|(i, v)| v.key(i, false)));
-                *to = C::index(*keys.select_nth_unstable(which(nans)).1) as i64;
+                let rank = nth.rank(lines.n, nans, || listed(number));
+                *to = C::index(*keys.select_nth_unstable(rank).1) as i64;
             }
         };
         match lines.count <= group {
@@ -249,6 +273,107 @@ fn nth_as<C: Ordered>(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Syn
             false => parallel::for_each_chunk(out, group, part),
         }
     })
+}
+
+impl Line<'_> {
+    /// The index of the element of the rank `which(number of NaN)`: digit by digit of the keys, counting how many elements of each
+    /// slice have which.
+    fn radix_select<C: Ordered>(&self, slices: usize, which: impl Fn(usize) -> usize) -> i64 {
+        let end = |slice: usize| self.n / slices * slice + self.n % slices * slice / slices;
+        let [low, mut high] = digits(self.dtype);
+        let lowest = C::lowest(self.dtype);
+        let mut digit = Digit { lowest, found: None, low, high };
+        let (mut need, mut at) = (0, 0);
+        while high > low {
+            digit = Digit { low: low.max(high.saturating_sub(DIGIT_BITS)), high, ..digit };
+            let counts = parallel::map(slices, 1, |slice| {
+                let mut counts = Counts { bins: [[0; 1 << DIGIT_BITS]; 2], nans: 0 };
+                self.pieces::<C>(end(slice), end(slice + 1), |elements, _| {
+                    count::<C>(elements, digit, &mut counts);
+                    false
+                });
+                counts
+            });
+            let sum = |bin: usize| counts.iter().map(|c| c.of(bin)).sum::<usize>();
+            if digit.found.is_none() {
+                need = which(counts.iter().map(|c| c.nans).sum());
+            }
+            let mut bin = 0;
+            while need >= sum(bin) {
+                need -= sum(bin);
+                bin += 1;
+            }
+            digit.found = Some(digit.found.unwrap_or(0) << (high - digit.low) | bin as u64);
+            high = digit.low;
+            // After the last digit `need` counts equal elements: those of the slices before the one that has the element.
+            if high == low {
+                at = 0;
+                while need >= counts[at].of(bin) {
+                    need -= counts[at].of(bin);
+                    at += 1;
+                }
+            }
+        }
+        let mut index = 0;
+        self.pieces::<C>(end(at), end(at + 1), |elements, first| {
+            let key = |v: &C| Some(v.order(lowest) >> low) == digit.found;
+            let found = elements.iter().enumerate().filter(|(_, v)| key(v)).nth(need);
+            need -= if found.is_none() { elements.iter().filter(|v| key(v)).count() } else { 0 };
+            index = found.map_or(0, |(i, _)| first + i) as i64;
+            found.is_some()
+        });
+        index
+    }
+}
+
+/// A digit of keys, bits `low` to `high`, of elements whose keys have the digits `found` above it.
+#[derive(Clone, Copy)]
+struct Digit {
+    lowest: u64,
+    found: Option<u64>,
+    low: usize,
+    high: usize,
+}
+
+/// Two histograms of digits, because neighbours often have the same one and one count would wait for the other.
+struct Counts {
+    bins: [[u32; 1 << DIGIT_BITS]; 2],
+    nans: usize,
+}
+
+impl Counts {
+    fn of(&self, bin: usize) -> usize {
+        (self.bins[0][bin] + self.bins[1][bin]) as usize
+    }
+}
+
+vectorised! {
+    /// Adds elements to the histogram of a digit.
+    fn count<'a, C: Ordered>(_simd: S, elements: &'a [C], digit: Digit, counts: &'a mut Counts) {
+        let Digit { lowest, found, low, high } = digit;
+        let of = |v: C| (v.order(lowest) >> low) as usize & ((1 << (high - low)) - 1);
+        let Some(found) = found else {
+            counts.nans += elements.iter().filter(|v| v.partial_cmp(v).is_none()).count();
+            let (pairs, rest) = elements.as_chunks::<2>();
+            for pair in pairs {
+                counts.bins[0][of(pair[0])] += 1;
+                counts.bins[1][of(pair[1])] += 1;
+            }
+            return rest.iter().for_each(|v| counts.bins[0][of(*v)] += 1);
+        };
+        let (blocks, rest) = elements.as_chunks::<BLOCK>();
+        for block in blocks {
+            let mut bits = each_bit(block, |v| v.order(lowest) >> high == found);
+            while bits != 0 {
+                let i = bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                counts.bins[i & 1][of(block[i])] += 1;
+            }
+        }
+        for v in rest.iter().filter(|v| v.order(lowest) >> high == found) {
+            counts.bins[0][of(*v)] += 1;
+        }
+    }
 }
 
 #[cfg(test)]

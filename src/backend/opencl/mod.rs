@@ -23,6 +23,7 @@ pub(crate) mod map;
 pub(crate) mod nonzero;
 pub(crate) mod norm;
 mod norm_channels;
+mod radix_select;
 pub(crate) mod recording;
 pub(crate) mod reduce;
 pub(crate) mod scan;
@@ -74,7 +75,7 @@ impl Backend for OpenCl {
             sort::search(x, lines, step, v, right, out);
         first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
             if x.numel() == 0 { Ok(None) } else { select::first(x, d, k, descending) };
-        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>> =
+        nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Option<Selected>> =
             if x.numel() == 0 { Ok(None) } else { select::nth(x, d, nth) };
         gather(g: &Indexed, out: &Tensor) -> Result<()> = gather::gather(g, out);
         scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> =

@@ -1,5 +1,5 @@
 //! Sorting on OpenCL: `kernels/sort.cl`. Blocks are sorted and then merged pairwise, with one launch for each round of merges. Long
-//! lines are sorted by a radix sort with 8-bit digits.
+//! lines are sorted by a radix sort with 8-bit digits, which on processors a work-item counts and moves for a tile.
 
 use crate::backend::opencl::geometry::{
     LOCAL, STRIDED_DIMS, arguments, bits_type, declarable_local_memory, flag, group_of, group_size, index_type,
@@ -9,13 +9,14 @@ use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::scan;
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::scan::Scan;
+use crate::backend::problem::select::digits;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, Knob};
 use crate::layout::collapse::StridedDims;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Result, Tensor};
 
-const KEYS: &str = include_str!("../../../kernels/key.cl");
+pub(crate) const KEYS: &str = include_str!("../../../kernels/key.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
 
 /// Elements that a work-item of a processor sorts. A power of four, so that after an even number of passes they are in the first buffer.
@@ -58,6 +59,8 @@ struct SortLaunches<'a> {
     descending: bool,
     values: &'a Tensor,
     indices: &'a Tensor,
+    /// The indices of the elements, where these are not their positions in the line.
+    from: Option<&'a Tensor>,
     lines: &'a Lines,
     block: usize,
     tile: usize,
@@ -69,27 +72,40 @@ struct SortLaunches<'a> {
 }
 
 pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
+    run_lines(x, &Lines::new(x, d), None, descending, values, indices)
+}
+
+/// Sorts lines of `x`, whose elements have the indices `from` if they are given. The results are `lines.inner` apart.
+pub(crate) fn run_lines(
+    x: &Tensor,
+    lines: &Lines,
+    from: Option<&Tensor>,
+    descending: bool,
+    values: &Tensor,
+    indices: &Tensor,
+) -> Result<()> {
     let device = x.cl_device()?;
-    let lines = &Lines::new(x, d);
     let n = lines.n;
     let cpu = device.info().kind == DeviceKind::Cpu;
     let index_dtype = if is_wide([n]) { DType::I64 } else { DType::U32 };
     let most = radix_tile(device, x.dtype).min(n.next_power_of_two());
-    let radix = !cpu && most > TILE;
-    let tile = match radix {
-        true => most,
-        false if cpu => SERIAL,
-        false => TILE * 4 / index_dtype.size(),
+    // A processor's work-items move whole tiles of long lines by their digits, a few for each unit.
+    let radix = if cpu { n > MAX_MERGED * SERIAL } else { most > TILE };
+    let tile = match (radix, cpu) {
+        (true, true) => n.div_ceil(4 * device.info().compute_units).next_power_of_two().max(SERIAL),
+        (true, false) => most,
+        (false, true) => SERIAL,
+        (false, false) => TILE * 4 / index_dtype.size(),
     };
-    let block = n.next_power_of_two().clamp(2, tile);
+    let block = if radix && cpu { tile } else { n.next_power_of_two().clamp(2, tile) };
     let group = group_size(device).min(tile / 2);
-    let job = SortLaunches { x, descending, values, indices, lines, block, tile, radix, group, index_dtype };
+    let job = SortLaunches { x, descending, values, indices, from, lines, block, tile, radix, group, index_dtype };
     let whole = n <= block;
     let mut step = Step { stage: Stage::Blocks, first: true, last: whole, runs: None, counts: None, number: 0 };
     if whole && !cpu {
         return job.launch(device, step);
     }
-    if radix && n > MAX_MERGED * tile {
+    if radix && (cpu || n > MAX_MERGED * tile) {
         return job.radix_sort(device);
     }
     // On a processor sorting a block needs the buffers, even if the block is a whole line.
@@ -148,7 +164,7 @@ impl SortLaunches<'_> {
             lines.rank() as u64,
             stage as u64,
             u64::from(wide)
-                | u64::from(self.descending) << 1
+                | u64::from(self.from.is_some()) << 1
                 | u64::from(step.first) << 2
                 | u64::from(step.last) << 3
                 | u64::from(self.radix) << 4,
@@ -169,9 +185,10 @@ impl SortLaunches<'_> {
         };
         let runs = [from[0].device_view()?, from[1].device_view()?, to[0].device_view()?, to[1].device_view()?];
         let counts = step.counts.unwrap_or(self.indices).device_view()?;
+        let from_indices = self.from.unwrap_or(self.indices).device_view()?;
         let [a, b, c, d] = &runs;
         let args = arguments(
-            &[&x, &y, &indices, a, b, c, d, &counts],
+            &[&x, &y, &indices, a, b, c, d, &counts, &from_indices],
             [
                 Arg::Bytes(bytemuck::cast_slice(&words)),
                 Arg::U64(lines.count as u64),
@@ -179,6 +196,7 @@ impl SortLaunches<'_> {
                 Arg::I64(lines.step as i64),
                 Arg::U64(lines.inner as u64),
                 Arg::U64(step.number as u64),
+                Arg::U64(if self.descending { u64::MAX } else { 0 }),
             ],
         );
         match stage {
@@ -199,7 +217,7 @@ impl SortLaunches<'_> {
             flag(self.radix, "RADIX"),
             bits[0],
             bits[1],
-            keys_of(self.x.dtype, self.descending),
+            keys_of(self.x.dtype),
             index_type(self.index_dtype == DType::I64),
             self.lines.rank(),
             index_type(wide),
@@ -207,7 +225,7 @@ impl SortLaunches<'_> {
             self.tile,
             self.group,
             flag(step.first, "FIRST"),
-            flag(step.last, "FINAL"),
+            flag(step.last, "FINAL") + &flag(self.from.is_some(), "FROM"),
         )
     }
 }
@@ -222,33 +240,19 @@ fn radix_tile(device: &ClDevice, dtype: DType) -> usize {
         .unwrap_or(0)
 }
 
-/// The range of bits in which keys of a dtype differ, in multiples of four. f16 and bf16 are widened to 32 bits, whose lowest bits only
-/// repeat the sign.
-fn digits(dtype: DType) -> [usize; 2] {
-    match dtype {
-        DType::F16 => [12, 32],
-        DType::BF16 => [16, 32],
-        DType::Bool => [0, 4],
-        DType::U8 => [0, 8],
-        _ if short(dtype) => [0, 32],
-        _ => [0, 64],
-    }
-}
-
 /// Whether keys have 32 bits.
 fn short(dtype: DType) -> bool {
     dtype.compute() == Compute::F32 || (dtype.compute() == Compute::I64 && dtype.size() <= 4)
 }
 
 /// The definitions that `kernels/key.cl` and the files after it need of an element type.
-pub(crate) fn keys_of(dtype: DType, descending: bool) -> String {
+pub(crate) fn keys_of(dtype: DType) -> String {
     let compute = dtype.compute();
     let kind = if compute == Compute::I64 && short(dtype) { "I32".to_owned() } else { format!("{compute:?}") };
     format!(
-        "#define A {dtype}\n#define V {}\n#define KEY_{kind}\n#define LOWEST {}\n{}",
+        "#define A {dtype}\n#define V {}\n#define KEY_{kind}\n#define LOWEST {}\n",
         bits_type(dtype.size()),
         if dtype == DType::I32 { "0x80000000u" } else { "0" },
-        if descending { "#define DESCENDING\n" } else { "" },
     )
 }
 
@@ -259,14 +263,13 @@ pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right:
     let strided = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
     let (rank, count) = (strided.dims.len().max(1), out.numel());
     let wide = is_wide([count + LOCAL]);
-    let params = [x.dtype as u64, rank as u64, u64::from(wide) | u64::from(right) << 1];
+    let finds = out.dtype == DType::Bool;
+    let params = [x.dtype as u64, rank as u64, u64::from(wide) | u64::from(right) << 1 | u64::from(finds) << 2];
     let kernel = kernel(device, KernelKey::new("search", &params), "search", || {
         let idx = index_type(wide);
-        let right = if right { "#define RIGHT\n" } else { "" };
-        format!(
-            "#define SEARCH\n#define A {}\n#define NK {rank}\n#define IDX {idx}\n{right}{STRIDED_DIMS}{TEMPLATE}",
-            x.dtype
-        )
+        let flags = flag(right, "RIGHT") + &flag(finds, "FINDS");
+        let a = x.dtype;
+        format!("#define SEARCH\n#define A {a}\n#define NK {rank}\n#define IDX {idx}\n{flags}{STRIDED_DIMS}{TEMPLATE}")
     })?;
     let words = words(&strided);
     let n = x.shape().dims().last().copied().unwrap_or(1);

@@ -35,7 +35,7 @@ impl Backend for Reference {
             sorts::search(x, lines, step, v, right, out);
         first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Selected>> =
             sorts::first(x, d, k, descending).map(Some);
-        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Selected>> = sorts::nth(x, d, nth).map(Some);
+        nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Option<Selected>> = sorts::nth(x, d, nth).map(Some);
         gather(g: &Indexed, out: &Tensor) -> Result<()> = moves::gather(g, out);
         scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> =
             moves::scatter(g, combine, target, layout);

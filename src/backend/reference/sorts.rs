@@ -15,7 +15,12 @@ fn sorted(line: &[Scalar], descending: bool) -> Vec<usize> {
 }
 
 /// Values and indices of what `choose` takes of each line along d, in the order in which it gives them.
-fn chosen(x: &Tensor, d: usize, count: usize, choose: impl Fn(&[Scalar]) -> Vec<usize>) -> Result<[ArrayD<Scalar>; 2]> {
+fn chosen(
+    x: &Tensor,
+    d: usize,
+    count: usize,
+    mut choose: impl FnMut(&[Scalar]) -> Vec<usize>,
+) -> Result<[ArrayD<Scalar>; 2]> {
     let x = read(x)?;
     let mut dims = x.shape().to_vec();
     dims[d] = count;
@@ -40,10 +45,13 @@ pub(super) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
     Ok(Selected { values: Some(tensor(&values, x.dtype)?), indices: tensor(&indices, DType::I64)? })
 }
 
-pub(super) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Selected> {
+pub(super) fn nth(x: &Tensor, d: usize, nth: Nth<'_>) -> Result<Selected> {
+    let ranks = nth.ranks().map(read).transpose()?;
+    let mut listed = ranks.iter().flatten();
     let [values, indices] = chosen(x, d, 1, |line| {
         let nans = line.iter().filter(|x| is_nan(**x)).count();
-        vec![sorted(line, false)[nth.rank(line.len(), nans)]]
+        let rank = nth.rank(line.len(), nans, || listed.next().expect("a rank for each line").to_f64() as i64);
+        vec![sorted(line, false)[rank]]
     })?;
     Ok(Selected { values: Some(tensor(&values, x.dtype)?), indices: tensor(&indices, DType::I64)? })
 }
@@ -58,7 +66,11 @@ pub(super) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right:
             let element = x.get(start + *i as isize * step).to_f64();
             !(if right { element > value } else { element >= value })
         };
-        (0..n).take_while(before).count() as i64
+        let at = (0..n).take_while(before).count();
+        match out.dtype {
+            DType::Bool => i64::from(at < n && x.get(start + at as isize * step).to_f64() == value),
+            _ => at as i64,
+        }
     });
     write(out, found)
 }

@@ -8,12 +8,18 @@ pub(crate) mod select;
 
 use super::{result_type, same_device, same_dtype};
 use crate::autograd::{self, Saved};
-use crate::backend::problem::select::{Nth, Selected};
+use std::sync::LazyLock;
+
+use crate::backend::problem::map::Params;
+use crate::backend::problem::reduction::{Combination, Element, Reduction, Rule};
+use crate::backend::problem::select::{Nth, Selected, with};
+use crate::layout::dims::Mask;
 use crate::ops::dispatch::prelude::*;
+use crate::ops::elementwise::apply;
 use crate::ops::index::gather::read_through;
 use crate::tensor::view::at_least_1d;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Result, Tensor, backend};
+use crate::{Compute, DType, Expr, Result, Tensor, backend};
 
 /// Sorted values and the indices they had, outside the graph.
 pub(crate) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
@@ -54,11 +60,47 @@ pub(crate) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, d
     Ok(sorted(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous()?.into())
 }
 
-/// The element of each line that has a position in ascending order, keeping the dim with size 1, of a tensor of rank 1 at least;
-/// `None` where sorting is the way.
-pub(crate) fn nth(op: &'static str, t: &Tensor, dim: isize, nth: Nth) -> Result<Option<Selected>> {
+/// The elements of each line of these ranks, keeping the dim with size 1, of a tensor of rank 1 at least.
+pub(crate) fn nth(op: &'static str, t: &Tensor, dim: isize, ranks: &[Nth<'_>]) -> Result<Vec<Selected>> {
     let d = t.shape().dim(op, dim)?;
-    backend::choose(t, |b| b.nth(t, d, nth))
+    let found = |nth: &Nth<'_>| backend::choose(t, |b| b.nth(t, d, *nth)).transpose();
+    if let Some(found) = ranks.iter().map(found).collect::<Option<Result<_>>>() {
+        return found;
+    }
+    let (order, last) = (sorted(op, t, dim, false)?.1, t.shape().dims()[d] as f64 - 1.0);
+    let at = |rank: Expr| {
+        let positions = apply(op, &[&nans(op, t, d)?], Params::default(), &[rank], &[DType::I64])?.remove(0);
+        order.gather(dim, &positions)
+    };
+    let (nans, float) = (Expr::input(0), t.dtype.compute() != Compute::I64);
+    let taken = ranks.iter().map(|nth| {
+        let indices = match *nth {
+            Nth::Ranks(ranks) => order.gather(dim, ranks),
+            // NaN are at the end.
+            Nth::OrNan(rank) if float => at(nans.gt(0.0).select(last + 1.0 - &nans, rank as f64)),
+            Nth::NanMedian if float => at((last - &nans).max(0.0) / 2.0),
+            Nth::Rank(rank) | Nth::OrNan(rank) => order.narrow(dim, rank, 1),
+            Nth::NanMedian => order.narrow(dim, last as usize / 2, 1),
+        };
+        indices.map(Selected::from)
+    });
+    taken.collect()
+}
+
+/// How many elements of each line along d are NaN, as i64, keeping the dim with size 1. Outside the graph.
+pub(crate) fn nans(op: &'static str, x: &Tensor, d: usize) -> Result<Tensor> {
+    static RULE: LazyLock<Rule> = LazyLock::new(|| Rule {
+        combination: Combination::Add,
+        element: Element::Of(Expr::input(0).is_nan()),
+        finish: None,
+        counts: true,
+    });
+    let mut mask = Mask::from_elem(false, x.rank());
+    mask[d] = true;
+    let id = std::ptr::from_ref(&RULE).addr();
+    backend::compute(with(x, d, 1), DType::I64, x.device(), |b, out| {
+        b.reduce(&Reduction { op, id, rule: &RULE, x, mask: &mask, out })
+    })
 }
 
 operations! {
@@ -140,7 +182,7 @@ impl Tensor {
     #[track_caller]
     pub fn searchsorted(&self, values: &Tensor, right: bool) -> Result<Tensor> {
         replaced!("searchsorted", [self, values], right);
-        searched("searchsorted", self, values, right)
+        searched("searchsorted", self, values, right, DType::I64)
     }
 
     /// The bucket of each element among `boundaries`, a sorted vector: how many of them are below it, or with `right` not
@@ -152,7 +194,7 @@ impl Tensor {
     pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
         replaced!(op = "bucketize", [self, boundaries], right);
         invalid!(op if boundaries.rank() != 1, "the boundaries are a vector, not of shape {}", boundaries.shape());
-        searched(op, boundaries, self, right)
+        searched(op, boundaries, self, right, DType::I64)
     }
 
     /// Whether each element is one of `test_elements`, of any shape; as bool (PyTorch's `isin`). NaN is in nothing.
@@ -178,25 +220,12 @@ impl Tensor {
         let dtype = result_type(&[self, test_elements], &[]).unwrap_or(self.dtype);
         let (x, among) = (self.detach().to_dtype(dtype)?, test_elements.detach().to_dtype(dtype)?.reshape(n)?);
         let among = sorted(op, &among, 0, false)?.0;
-        // A value greater than all is compared with the last element, which differs.
-        let is_in = |x: &Tensor| {
-            let position = searched(op, &among, x, false)?.clamp_max(n as i64 - 1)?;
-            among.take(&position)?.eq(x)
-        };
-        if x.numel() <= BLOCK {
-            return is_in(&x);
-        }
-        let (x, out) = (x.reshape(x.numel())?, Tensor::empty(self.shape(), (DType::Bool, self.device()))?);
-        let flat = out.reshape(x.numel())?;
-        for start in (0..x.numel()).step_by(BLOCK) {
-            let length = BLOCK.min(x.numel() - start);
-            flat.narrow(0, start, length)?.copy_(&is_in(&x.narrow(0, start, length)?)?)?;
-        }
-        Ok(out)
+        searched(op, &among, &x, false, DType::Bool)
     }
 }
 
-fn searched(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool) -> Result<Tensor> {
+/// Where values belong in `sorted`, as i64, or as bool whether they are in it.
+fn searched(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool, dtype: DType) -> Result<Tensor> {
     same_device(op, &[sorted, values])?;
     same_dtype(op, &[sorted, values])?;
     let Some((_, leading)) = sorted.shape().dims().split_last() else {
@@ -210,7 +239,7 @@ fn searched(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool) -> 
     strides.iter_mut().zip(&sorted.strides()[..leading.len()]).for_each(|(to, &stride)| *to = stride);
     let lines = Layout { shape: values.shape().clone(), strides, offset: sorted.layout.offset };
     let step = sorted.strides()[leading.len()];
-    backend::compute(values.shape(), DType::I64, values.device(), |b, out| {
+    backend::compute(values.shape(), dtype, values.device(), |b, out| {
         b.search(sorted, &lines, step, values, right, out)
     })
 }

@@ -5,7 +5,7 @@ use crate::backend::problem::map::Params;
 use crate::backend::problem::select::{Nth, Selected};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_into};
-use crate::ops::sort::{first_sorted, nth, sorted};
+use crate::ops::sort::{first_sorted, nans, nth, sorted};
 use crate::{DType, Expr, Result, Scalar, Tensor};
 
 operations! {
@@ -46,30 +46,12 @@ fn check_quantile(op: &'static str, t: &Tensor, q: f64) -> Result<()> {
     Ok(())
 }
 
+fn one(op: &'static str, x: &Tensor, dim: isize, rank: Nth<'_>) -> Result<Selected> {
+    nth(op, x, dim, &[rank]).map(|mut found| found.remove(0))
+}
+
 fn size(t: &Tensor, dim: isize) -> Result<usize> {
     Ok(t.shape().dims()[t.shape().dim("size", dim)?])
-}
-
-/// Lines in order.
-struct Sorted {
-    dim: isize,
-    /// The indices that sort each line.
-    order: Tensor,
-    /// How many elements of each are NaN, which are its last, as i64, with the dim.
-    nans: Tensor,
-}
-
-impl Sorted {
-    fn new(op: &'static str, x: &Tensor, dim: isize) -> Result<Sorted> {
-        let nans = x.isnan()?.count_nonzero(dim, true)?;
-        Ok(Sorted { dim, order: sorted(op, x, dim, false)?.1, nans })
-    }
-
-    /// The indices of the elements at `place`, a formula of the number of NaN.
-    fn at(&self, op: &'static str, place: Expr) -> Result<Selected> {
-        let positions = apply(op, &[&self.nans], Params::default(), &[place], &[DType::I64])?.remove(0);
-        self.order.gather(self.dim, &positions).map(Selected::from)
-    }
 }
 
 impl Tensor {
@@ -102,10 +84,7 @@ impl Tensor {
         chosen(op, self, dim, keepdim, |x| {
             let n = size(x, dim)?;
             invalid!(op if k == 0 || k > n, "the dimension has elements 1 to {n}, and {k} was asked for");
-            match nth(op, x, dim, Nth::Rank(k - 1))? {
-                Some(found) => Ok(found),
-                None => sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1).map(Selected::from),
-            }
+            one(op, x, dim, Nth::Rank(k - 1))
         })
     }
 
@@ -125,14 +104,7 @@ impl Tensor {
     #[track_caller]
     pub fn median(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced!("median", [self], dim, keepdim);
-        chosen("median", self, dim, keepdim, |x| {
-            if let Some(found) = nth("median", x, dim, Nth::Median)? {
-                return Ok(found);
-            }
-            // The first NaN; they are at the end.
-            let (n, nans) = (size(x, dim)?, Expr::input(0));
-            Sorted::new("median", x, dim)?.at("median", nans.gt(0.0).select(n as f64 - &nans, ((n - 1) / 2) as f64))
-        })
+        chosen("median", self, dim, keepdim, |x| one("median", x, dim, Nth::OrNan((size(x, dim)? - 1) / 2)))
     }
 
     /// The median along `dim` of the elements that are not NaN, and its index; NaN where all are (PyTorch's `nanmedian`).
@@ -143,13 +115,7 @@ impl Tensor {
     #[track_caller]
     pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced!("nanmedian", [self], dim, keepdim);
-        chosen("nanmedian", self, dim, keepdim, |x| {
-            if let Some(found) = nth("nanmedian", x, dim, Nth::NanMedian)? {
-                return Ok(found);
-            }
-            let last = size(x, dim)? - 1;
-            Sorted::new("nanmedian", x, dim)?.at("nanmedian", (last as f64 - Expr::input(0)).max(0.0) / 2.0)
-        })
+        chosen("nanmedian", self, dim, keepdim, |x| one("nanmedian", x, dim, Nth::NanMedian))
     }
 
     /// The value along `dim` that a share `q` of the elements is below, between two elements in proportion (PyTorch's
@@ -167,19 +133,16 @@ impl Tensor {
             _ => self.shape().dims()[self.shape().dim(op, dim)?].saturating_sub(1),
         };
         let place = q * last as f64;
-        // A NaN, where there is one, is the last element.
-        let expr = |place: f64| Expr::input(0).gt(0.0).select(last as f64, place);
         let mut high = None;
         let low = chosen(op, self, dim, keepdim, |x| {
-            let sorted = Sorted::new(op, x, dim)?;
-            high = Some(sorted.at(op, expr(place.ceil()))?);
-            sorted.at(op, expr(place.floor()))
+            let ranks = [place.floor(), place.ceil()].map(|rank| Nth::OrNan(rank as usize));
+            let mut found = nth(op, x, dim, &ranks[..1 + usize::from(place.fract() > 0.0)])?;
+            high = found.split_off(1).pop();
+            Ok(found.remove(0))
         })?;
         match high {
-            Some(high) if place.fract() > 0.0 => {
-                low.0.lerp(&chosen(op, self, dim, keepdim, |_| Ok(high))?.0, place.fract())
-            }
-            _ => Ok(low.0),
+            Some(high) => low.0.lerp(&chosen(op, self, dim, keepdim, |_| Ok(high))?.0, place.fract()),
+            None => Ok(low.0),
         }
     }
 
@@ -193,20 +156,19 @@ impl Tensor {
         check_quantile(op, self, q)?;
         let mut between = None;
         let (low, _) = chosen(op, self, dim, keepdim, |x| {
-            let sorted = Sorted::new(op, x, dim)?;
-            let nans = sorted.nans.to_dtype(x.dtype.compute().dtype())?;
+            let nans = nans(op, x, x.shape().dim(op, dim)?)?.to_dtype(x.dtype.compute().dtype())?;
             // The first element of a line that is all NaN.
             let place = ((size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
             let exprs = [place.floor(), place.ceil(), &place - place.floor()];
             let dtypes = [DType::I64, DType::I64, nans.dtype];
             let made = apply(op, &[&nans], Params::default(), &exprs, &dtypes)?;
-            let [low, high] = [&made[0], &made[1]].map(|place| sorted.order.gather(dim, place));
-            between = Some((high?, made[2].shallow_clone()));
-            low.map(Selected::from)
+            let mut found = nth(op, x, dim, &[Nth::Ranks(&made[0]), Nth::Ranks(&made[1])])?;
+            between = Some((found.remove(1), made[2].shallow_clone()));
+            Ok(found.remove(0))
         })?;
         let Some((high, share)) = between else { return Ok(low) };
         let share = if keepdim && self.rank() > 0 { share } else { share.squeeze(dim)? };
-        let (high, _) = chosen(op, self, dim, keepdim, |_| Ok(high.into()))?;
+        let (high, _) = chosen(op, self, dim, keepdim, |_| Ok(high))?;
         low.lerp_tensor(&high, &share)?.to_dtype(self.dtype)
     }
 

@@ -4,7 +4,7 @@ use super::{Random, Suite, VIEWS, View, factors, numbers, specials};
 use crate::backend::problem::scan::Scan;
 use crate::backend::problem::select::{Nth, Selected};
 use crate::layout::Layout;
-use crate::{DType, Result, Tensor};
+use crate::{DType, Device, Result, Tensor};
 
 /// Views, shapes and the dim that lines are along.
 const SHAPES: [(View, &[usize], usize); 6] = [
@@ -70,13 +70,13 @@ pub(super) fn search(suite: &mut Suite) -> Result<()> {
                 let rising: Vec<f64> = (0..lines * n).map(|i| (i % n / 2) as f64 - 9.0).collect();
                 super::write(&x, rising)?;
                 let v = suite.tensor(view, &[lines, values], dtype, specials)?;
-                for right in [false, true] {
+                for (right, to) in [(false, DType::I64), (true, DType::I64), (false, DType::Bool)] {
                     suite.compare(
-                        format!("{values} values in {view:?} [{lines}, {n}], {right}"),
+                        format!("{values} values in {view:?} [{lines}, {n}], {right}, {to}"),
                         dtype,
                         0,
                         |side| {
-                            let (x, v, out) = (side.put(&x)?, side.put(&v)?, side.room([lines, values], DType::I64)?);
+                            let (x, v, out) = (side.put(&x)?, side.put(&v)?, side.room([lines, values], to)?);
                             let strides = [x.strides()[0], 0].into_iter().collect();
                             let of_values = Layout { shape: v.shape().clone(), strides, offset: x.layout.offset };
                             side.backend.search(&x, &of_values, x.strides()[1], &v, right, &out)?;
@@ -115,11 +115,18 @@ pub(super) fn nth(suite: &mut Suite) -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::I64] {
         for (view, dims, d) in SHAPES {
             let x = suite.tensor(view, dims, dtype, specials)?;
-            for nth in [Nth::Rank(0), Nth::Rank(dims[d] / 3), Nth::Rank(dims[d] - 1), Nth::Median, Nth::NanMedian] {
+            let last = dims[d] - 1;
+            for nth in [Nth::Rank(0), Nth::Rank(dims[d] / 3), Nth::Rank(last), Nth::OrNan(last / 2), Nth::NanMedian] {
                 suite.compare(format!("{nth:?} of {view:?} {dims:?}, dim {d}"), dtype, 0, |side| {
                     Ok(parts(side.backend.nth(&side.put(&x)?, d, nth)?))
                 })?;
             }
+            let lines = x.numel() / dims[d];
+            let ranks: Vec<i64> = (0..lines).map(|line| (line * 7919 % dims[d]) as i64).collect();
+            let ranks = Tensor::from_slice(&ranks, lines, Device::Cpu)?;
+            suite.compare(format!("ranks of {view:?} {dims:?}, dim {d}"), dtype, 0, |side| {
+                Ok(parts(side.backend.nth(&side.put(&x)?, d, Nth::Ranks(&side.put(&ranks)?))?))
+            })?;
         }
     }
     Ok(())
