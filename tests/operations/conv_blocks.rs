@@ -1,9 +1,9 @@
 //! Convolutions of sizes that are cut into blocks, and their gradients.
 
 use claystone::autograd::{GradOptions, grad_with_options};
-use claystone::{DType, Tensor};
+use claystone::{ConvOptions, ConvTransposeOptions, DType, Tensor, no_grad};
 
-use crate::common::values;
+use crate::common::{alone, each_device, values};
 use crate::conv::at_once;
 use crate::conv_size::{Size, compare, compare_special, made, repeats, size};
 
@@ -54,6 +54,69 @@ fn convolutions_in_blocks_are_those_of_their_definition() {
             (1..5).for_each(|how| compare(size, how, dtype, how == 2));
         }
     }
+}
+
+/// More columns than are in memory at once: several images, rows of an image, channels of an image.
+#[test]
+fn convolutions_in_blocks_of_columns() {
+    for size in [
+        size(3, [20, 4], [130, 130], [3, 3]).moves([1, 1], [1, 1], [1, 1]),
+        size(1, [6, 3], [256, 260], [3, 5]).moves([1, 1], [2, 0], [1, 2]),
+        size(2, [3, 4], [521, 517], [5, 3]).moves([2, 1], [1, 2], [2, 1]),
+        size(2, [11, 4], [130, 128], [3, 3]).moves([1, 1], [2, 1], [1, 1]).groups(2),
+        size(1, [3, 2], [300, 1100], [2, 2]).moves([1, 1], [4, 4], [1, 1]), // rows of padding alone
+    ] {
+        for turned in [false, true] {
+            compare(&size, 0, DType::F32, turned);
+        }
+        compare(&size, 1, DType::BF16, false);
+    }
+}
+
+/// The columns of these images have 72 MiB, which are neither in memory at a time nor kept.
+#[test]
+fn convolutions_take_little_memory() {
+    if !alone("conv_blocks::convolutions_take_little_memory") {
+        return;
+    }
+    each_device(|device| {
+        let at = (DType::F32, device);
+        let leaf = |shape: &[usize]| Tensor::full(shape, 0.5, at).unwrap().requires_grad_(true).unwrap();
+        let (x, w, b) = (leaf(&[16, 32, 64, 64]), leaf(&[32, 32, 3, 3]), leaf(&[32]));
+        let grad = Tensor::ones([16, 32, 64, 64], at).unwrap();
+        let (plain, turned) = (
+            ConvOptions { padding: 1.into(), ..Default::default() },
+            ConvTransposeOptions { padding: 1.into(), ..Default::default() },
+        );
+        let memory = || {
+            device.synchronize().unwrap();
+            device.memory_stats().unwrap().allocated_bytes
+        };
+        for transposed in [false, true] {
+            let run = || match transposed {
+                false => x.conv2d(&w, Some(&b), plain).unwrap(),
+                true => x.conv_transpose2d(&w, Some(&b), turned).unwrap(),
+            };
+            // The first run makes copies of weights that a device keeps.
+            run().backward_with(&grad).unwrap();
+            [&x, &w, &b].into_iter().for_each(Tensor::zero_grad);
+            let before = memory().current;
+            let more = |bytes: u64| (bytes - before) >> 20;
+            device.reset_peak_stats().unwrap();
+            drop(no_grad(run));
+            let unrecorded = more(memory().peak);
+            let y = run();
+            let kept = more(memory().current);
+            device.reset_peak_stats().unwrap();
+            y.backward_with(&grad).unwrap();
+            let backward = more(memory().peak);
+            [&x, &w, &b].into_iter().for_each(Tensor::zero_grad);
+            println!(
+                "{device}, transposed {transposed}: {unrecorded} MiB without gradients, {kept} kept, {backward} in backward"
+            );
+            assert!(unrecorded < 44 && kept < 18 && backward < 60, "{unrecorded}, {kept}, {backward} MiB on {device}");
+        }
+    });
 }
 
 #[test]

@@ -3,7 +3,8 @@
 //! On OpenCL devices, and for double backward, most convolutions are im2col and one matrix product. The columns of all windows,
 //! `[C, kernel, N, windows]`, are multiplied by the weight `[O, C kernel]`; groups are a batch, and the bias is the epilogue. That is
 //! two launches, a third to reorder a batch, and one for windows of a single element, which need no im2col. A transposed convolution
-//! is a product and col2im. The gradients are the same two compositions.
+//! is a product and col2im. The gradients are the same two compositions. Columns are made in blocks of bounded size and not kept: the
+//! gradient of the weight makes them again.
 //!
 //! Three dims are two: the slices of a window become channels by im2col along the depth, for which the weight has its right order
 //! already, and a transposed convolution adds them up again.
@@ -45,7 +46,7 @@ impl Tensor {
     /// Each window's products with the weight, summed (PyTorch's `conv2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight`
     /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows. Floats. One launch for most
     /// cases on the CPU, for most windows where each channel is a group, and for windows of a single element; otherwise two launches, or
-    /// three for a batch and on tensor cores. Differentiable in all three; then x and the weight are kept.
+    /// three for a batch and on tensor cores, for each 16 MiB of columns. Differentiable in all three; then x and the weight are kept.
     ///
     /// The result is contiguous, but on tensor cores [`MemoryFormat::ChannelsLast`](crate::MemoryFormat::ChannelsLast) if x or the weight is, as
     /// PyTorch has it. If both are, and their channels fill whole pieces of 16 bytes, that is one launch, without copies.
@@ -288,26 +289,24 @@ impl ConvProblem {
         let ([n, c, h, w], Windows { image, kernel, grid, padding, .. }) = (four(x), windows);
         let single = [kernel, grid] == [[1, 1], image] && padding == [0; 2];
         if let Some(direct) = self.direct(x, weight, single) {
-            self.in_one_launch(direct, x, weight, bias)
+            self.by(direct, x, weight, bias)
         } else if let Some(out) = self.forward(x, weight, bias)? {
             Ok(self.recorded(out, Box::new(ByColumns(self)), x, weight, bias))
         } else if single {
             let columns = x.reshape([n, groups, c / groups, h * w])?;
             product(op, &columns, weight, bias, false)?.reshape([n, weight.shape().dims()[0], h, w])
         } else {
-            self.by_im2col(x, weight, bias)
+            self.by(Box::new(ByColumns(self)), x, weight, bias)
         }
     }
 
     /// The transposed convolution of images `[N, C, H, W]` with a weight `[C, O / groups, KH, KW]`.
     fn transposed(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        match self.direct(x, weight, false) {
-            Some(direct) => self.in_one_launch(direct, x, weight, bias),
-            None => self.by_im2col(x, weight, bias),
-        }
+        let direct = self.direct(x, weight, false).unwrap_or_else(|| Box::new(ByColumns(self)));
+        self.by(direct, x, weight, bias)
     }
 
-    /// As products and columns, all of them recorded.
+    /// As products and columns, all of them recorded: gradients have gradients, and all columns are kept.
     fn by_im2col(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let ConvProblem { op, windows, groups, transposed } = self;
         let ([n, c, h, w], [a, b, kh, kw]) = (four(x), four(weight));
@@ -330,14 +329,8 @@ impl ConvProblem {
         backend::of(x.device()).convolution(self.windows, x, weight, self.groups, single)
     }
 
-    /// In one launch, and each gradient in one.
-    fn in_one_launch(
-        self,
-        direct: Box<dyn Convolution>,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-    ) -> Result<Tensor> {
+    /// The convolution, and its gradients, by `direct`.
+    fn by(self, direct: Box<dyn Convolution>, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let out = match self.transposed {
             _ if autograd::is_gradients_only() => self.uncomputed(x, weight)?,
             true => self.images(&*direct, x, weight, bias)?,

@@ -1,5 +1,6 @@
 //! Convolutions as products of columns.
 
+use std::ops::Range;
 use std::slice;
 
 use smallvec::SmallVec;
@@ -7,37 +8,154 @@ use smallvec::SmallVec;
 use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT};
-use crate::backend::problem::windows::four;
+use crate::backend::problem::windows::{Windows, four};
 use crate::ops::linalg::matmul::matrix_transpose;
 use crate::ops::nn::conv::ConvProblem;
 use crate::ops::reduce;
 use crate::tensor::Layout;
 use crate::tensor::view::reshaped;
-use crate::{Result, Shape, Tensor, autograd};
+use crate::{DType, Result, Shape, Tensor, autograd};
 
-/// The gradients of a convolution, not recorded, as products of columns.
+/// The bytes of columns in memory at a time, unless one row of windows has more.
+const BLOCK_BYTES: usize = 16 << 20;
+
+/// A convolution and its gradients, not recorded, as products of columns: blocks of columns, one after another.
 pub(super) struct ByColumns(pub(super) ConvProblem);
+
+/// Consecutive images, and rows of their windows.
+struct Block {
+    images: Range<usize>,
+    rows: Range<usize>,
+    windows: Windows,
+    /// The part of the images that the windows are over.
+    x: Tensor,
+}
+
+impl Block {
+    /// The columns of a group are `[C / groups kernel, windows]`.
+    fn columns(&self, op: &'static str, groups: usize) -> Result<Tensor> {
+        let count = self.images.len() * self.rows.len() * self.windows.grid[1];
+        let columns = self.windows.im2col(op, &self.x, true)?;
+        let rows = columns.shape().dims()[..3].iter().product::<usize>() / groups;
+        columns.reshape([groups, rows, count])
+    }
+
+    /// The elements of `y`, `[N, O, grid]`, that belong to the windows, as `[O, images, rows, columns]`.
+    fn of(&self, y: &Tensor) -> Result<Tensor> {
+        let images = y.narrow(0, self.images.start, self.images.len())?;
+        images.narrow(2, self.rows.start, self.rows.len())?.transpose(0, 1)
+    }
+}
+
+impl ByColumns {
+    /// All windows over `x`, in blocks.
+    fn blocks(&self, x: &Tensor) -> Result<Vec<Block>> {
+        let windows = self.0.windows;
+        let Windows { image, kernel, grid, stride, padding, behind, dilation, .. } = windows;
+        let [n, c, ..] = four(x);
+        let row_bytes = (c * kernel[0] * kernel[1] * grid[1] * x.dtype.size()).max(1);
+        let reach = dilation[0] * (kernel[0] - 1);
+        // Windows in the padding alone have no rows of an image.
+        let divisible = padding[0].max(behind[0]) <= reach;
+        let rows = if divisible { (BLOCK_BYTES / row_bytes).clamp(1, grid[0]) } else { grid[0] };
+        let images = if rows == grid[0] { (BLOCK_BYTES / (row_bytes * rows)).max(1) } else { 1 };
+        let mut blocks = Vec::new();
+        for first in (0..n.max(1)).step_by(images) {
+            for top in (0..grid[0]).step_by(rows) {
+                let (count, rows) = (images.min(n - first), rows.min(grid[0] - top));
+                // Both in the padded image.
+                let (start, end) = (top * stride[0], (top + rows - 1) * stride[0] + reach + 1);
+                let from = start.saturating_sub(padding[0]);
+                let to = end.saturating_sub(padding[0]).min(image[0]);
+                let before = padding[0].saturating_sub(start);
+                blocks.push(Block {
+                    images: first..first + count,
+                    rows: top..top + rows,
+                    windows: Windows {
+                        image: [to - from, image[1]],
+                        grid: [rows, grid[1]],
+                        padding: [before, padding[1]],
+                        ..windows
+                    },
+                    x: x.narrow(0, first, count)?.narrow(2, from, to - from)?,
+                });
+            }
+        }
+        Ok(blocks)
+    }
+}
 
 impl Convolution for ByColumns {
     fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        self.0.by_im2col(x, &weight.detach(), bias)
+        let ConvProblem { op, windows, groups, .. } = self.0;
+        let (weight, bias) = (weight.detach(), bias.map(Tensor::detach));
+        let (blocks, [n, ..], o) = (self.blocks(&x.detach())?, four(x), weight.shape().dims()[0]);
+        let made = |block: &Block| {
+            let made = product(op, &block.columns(op, groups)?.unsqueeze(0)?, &weight, bias.as_ref(), false)?;
+            let shape = [o, block.images.len(), block.rows.len(), windows.grid[1]];
+            made.reshape(shape)?.transpose(0, 1)
+        };
+        if let [block] = &blocks[..] {
+            return made(block)?.contiguous();
+        }
+        let out = Tensor::empty_like_shape([n, o, windows.grid[0], windows.grid[1]], x.dtype, x.device())?;
+        for block in &blocks {
+            block.of(&out)?.transpose(0, 1)?.copy_(&made(block)?)?;
+        }
+        Ok(out)
     }
 
     fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        ConvProblem { transposed: true, ..self.0 }.by_im2col(y, &weight.detach(), bias)
+        let ConvProblem { windows, groups, .. } = self.0;
+        let (y, weight, bias) = (y.detach(), weight.detach(), bias.map(Tensor::detach));
+        let by_product = |y: &Tensor, weight: &Tensor, bias: Option<&Tensor>| {
+            ConvProblem { transposed: true, ..self.0 }.by_im2col(y, weight, bias)
+        };
+        let ([n, ..], [_, channels, kh, kw], [h, w]) = (four(&y), four(&weight), windows.image);
+        let channel_bytes = (groups * kh * kw * windows.grid.iter().product::<usize>() * y.dtype.size()).max(1);
+        let each = (BLOCK_BYTES / channel_bytes).clamp(1, channels.max(1));
+        let images = if each == channels { (BLOCK_BYTES / (channel_bytes * each)).max(1) } else { 1 };
+        if images >= n && each >= channels {
+            return by_product(&y, &weight, bias.as_ref());
+        }
+        let out = Tensor::empty_like_shape([n, groups, channels, h * w], y.dtype, y.device())?;
+        for first in (0..n).step_by(images) {
+            let count = images.min(n - first);
+            let (y, out) = (y.narrow(0, first, count)?, out.narrow(0, first, count)?);
+            for channel in (0..channels).step_by(each) {
+                let each = each.min(channels - channel);
+                let made = by_product(&y, &weight.narrow(1, channel, each)?, None)?;
+                out.narrow(2, channel, each)?.copy_(&made.reshape([count, groups, each, h * w])?)?;
+            }
+        }
+        let out = out.reshape([n, groups * channels, h, w])?;
+        if let Some(bias) = bias {
+            out.add_(&bias.reshape([groups * channels, 1, 1])?)?;
+        }
+        Ok(out)
     }
 
-    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+    fn weight(&self, x: &Tensor, y: &Tensor, mut slot: Option<Tensor>) -> Result<Tensor> {
         let ConvProblem { op, windows, groups, .. } = self.0;
-        let ([n, c, ..], [_, o, oh, ow]) = (four(x), four(y));
-        let (taps, [kh, kw]) = (windows.kernel.iter().product::<usize>(), windows.kernel);
-        let columns = windows.im2col(op, &x.detach(), true)?.reshape([groups, c / groups * taps, n * oh * ow])?;
-        let grad = y.detach().transpose(0, 1)?.reshape([groups, o / groups, n * oh * ow])?;
-        let columns = matrix_transpose(&columns);
-        let product = Shape::from([groups, o / groups, c / groups * taps]);
-        let out = slot.and_then(|s| Some(s.with_layout(s.layout.reshape(&product)?)));
-        let gemm = Gemm { out, ..Gemm::plain(op, &grad, &columns, slice::from_ref(&*PRODUCT), &y.dtype) };
-        let made = gemm.run_one()?;
+        let ([_, c, ..], [_, o, ..], [kh, kw]) = (four(x), four(y), windows.kernel);
+        let shape = Shape::from([groups, o / groups, c / groups * kh * kw]);
+        let (blocks, y) = (self.blocks(&x.detach())?, y.detach());
+        // Sums of blocks in half precision would be rounded after each.
+        let wide = if y.dtype.size() == 2 { DType::F32 } else { y.dtype };
+        let mut sum: Option<Tensor> = None;
+        for (i, block) in blocks.iter().enumerate() {
+            let columns = matrix_transpose(&block.columns(op, groups)?);
+            let grad = block.of(&y)?.reshape([groups, o / groups, columns.shape().dims()[1]])?;
+            let is_last = i + 1 == blocks.len();
+            let dtype = if is_last { y.dtype } else { wide };
+            let slot = slot.take_if(|_| is_last);
+            let out = slot.and_then(|s| Some(s.with_layout(s.layout.reshape(&shape)?)));
+            let epilogue = if sum.is_some() { &*BIASED } else { &*PRODUCT };
+            let before = sum.as_ref();
+            let gemm = Gemm::plain(op, &grad, &columns, slice::from_ref(epilogue), &dtype);
+            sum = Some(Gemm { out, extras: before.as_slice(), ..gemm }.run_one()?);
+        }
+        let made = sum.expect("there is a block");
         let shape = Shape::from([o, c / groups, kh, kw]);
         Ok(made.with_layout(Layout { offset: made.layout.offset, ..Layout::contiguous(shape) }))
     }
