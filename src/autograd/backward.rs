@@ -151,6 +151,8 @@ pub(super) struct Engine {
     /// Whether it is part of another backward pass, which goes on from the gradients that this one returns, and calls their
     /// hooks.
     pub(super) inner: bool,
+    /// The slots of wanted leaves that the pass around has lent to the operation whose backward this is, by node.
+    pub(super) lent: RefCell<HashMap<u64, Tensor>>,
     /// Whether a leaf has collected a gradient: a failure after that leaves some leaves with theirs and others without.
     pub(super) collected: Cell<bool>,
 }
@@ -228,18 +230,24 @@ impl Engine {
             {
                 let Some(input) = input.as_ref().filter(|input| self.leads_to_wanted(input)) else { continue };
                 let is_slot = |s: &Tensor| result.as_ref().is_some_and(|r| s.shares_storage(r) && s.layout == r.layout);
-                let in_slot = offered.as_ref().is_some_and(is_slot);
-                if offered.is_some()
-                    && !in_slot
+                let mut in_slot = offered.as_ref().is_some_and(is_slot);
+                if result.is_none()
+                    && offered.is_some()
+                    && !self.inner
                     && let State::Leaf(leaf) = &mut *input.state()
                 {
                     leaf.lent = false;
                 }
                 let Some(result) = result else { continue };
-                let result = self.untracked(result);
+                let mut result = self.untracked(result);
                 if modes::anomaly() && result.ne(&result)?.any((), false)?.item::<bool>()? {
                     let reason = format!("its backward gave NaN, in a gradient of shape {}", result.shape());
                     return Err(Error::Autograd { op: node.op, reason });
+                }
+                // Leaves are visited last: until then the gradients of all would be in memory twice.
+                if let Some(slot) = offered.filter(|_| !in_slot && !gradients.contains_key(&input.seq)) {
+                    slot.copy_(&result)?;
+                    (result, in_slot) = (slot, true);
                 }
                 let sum = match gradients.remove(&input.seq) {
                     Some(first) => first.add(result)?,
@@ -313,10 +321,13 @@ impl Engine {
     /// Lends the slot of input `i` if it is a leaf that has one, holds no gradient yet and was offered to nobody else.
     fn free_slot(&self, node: &Node, i: usize, gradients: &HashMap<u64, Gradient>, given: &[usize]) -> Option<Tensor> {
         let input = node.inputs[i].as_ref()?;
+        let taken = gradients.contains_key(&input.seq) || node.inputs[..i].iter().flatten().any(|n| n.seq == input.seq);
+        if self.inner && !taken {
+            return self.lent.borrow_mut().remove(&input.seq);
+        }
         if self.create_graph || self.wanted.is_some() || input.hooks().is_some() {
             return None;
         }
-        let taken = gradients.contains_key(&input.seq) || node.inputs[..i].iter().flatten().any(|n| n.seq == input.seq);
         match &mut *input.state() {
             State::Leaf(leaf) if !taken && !leaf.lent && leaf.grad.is_none() => {
                 let slot = leaf.slot.as_ref().filter(|slot| !given.contains(&address(slot)));

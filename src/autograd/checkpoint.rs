@@ -14,7 +14,8 @@ use crate::{Result, Tensor};
 /// instead of all that `f` computes, for its time once more.
 ///
 /// Gradients also flow to tensors that `f` holds itself: a layer's parameters. Between the two runs neither these nor the
-/// inputs may be changed in place; for the inputs that is checked.
+/// inputs may be changed in place; for the inputs that is checked. A module checkpoints itself by
+/// [`Module::forward_checkpointed`](crate::nn::Module::forward_checkpointed).
 ///
 /// ```
 /// use claystone::{Device, Tensor, autograd::checkpoint};

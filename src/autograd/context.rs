@@ -1,5 +1,6 @@
 //! What an operation's closure sees of the backward pass.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -58,7 +59,7 @@ impl Context<'_> {
 
     /// The gradients of the inputs through `again`: the result computed once more from them, by operations whose gradients
     /// have gradients. It is what a closure of other kernels does where [`Context::create_graph`].
-    pub(crate) fn through(&self, again: &Tensor) -> Result<Gradients> {
+    pub(crate) fn through(&mut self, again: &Tensor) -> Result<Gradients> {
         let inputs = &self.node.inputs;
         let mut gradients: Gradients = inputs.iter().map(|_| None).collect();
         let Some(root) = again.node() else { return Ok(gradients) };
@@ -71,11 +72,14 @@ impl Context<'_> {
         let needed = inputs.iter().enumerate().filter(|(i, _)| self.needs(*i)).filter_map(|(_, node)| node.as_ref());
         let wanted = Wanted::new(std::iter::once(&root), needed);
         let create_graph = self.create_graph();
+        let slots = inputs.iter().zip(&mut self.slots);
+        let lent = slots.filter_map(|(node, slot)| Some((node.as_ref()?.seq, slot.take()?))).collect();
         let engine = Engine {
             retain_graph: create_graph,
             create_graph,
             wanted: Some(wanted),
             inner: true,
+            lent: RefCell::new(lent),
             ..Default::default()
         };
         let mut found = engine.run(vec![(root, grad.into())])?;

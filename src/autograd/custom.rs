@@ -68,6 +68,7 @@ pub trait CustomOp: Send + Sync + 'static {
 pub struct OpContext {
     saved: Vec<(Saved, bool)>,
     needs: SmallVec<[bool; 3]>,
+    slots: Gradients,
     name: &'static str,
     /// In a backward that creates a graph the operation's result is saved with its place in it.
     result: Option<Tensor>,
@@ -90,6 +91,13 @@ impl OpContext {
             _ => saved.unpack(self.name),
         };
         self.saved.iter().map(get).collect()
+    }
+
+    /// In backward: memory of the shape, dtype and device of input `i`, in which its gradient is best computed, and returned:
+    /// a part of an optimiser's buffer, for which the gradient is copied otherwise. [`ops::call_into`](crate::ops::call_into)
+    /// computes into it. None where there is none, in forward, and where a graph is created.
+    pub fn grad_slot(&self, i: usize) -> Option<Tensor> {
+        self.slots.get(i)?.as_ref().map(Tensor::shallow_clone)
     }
 
     /// Whether the gradient of input `i` is wanted (PyTorch's `needs_input_grad`).
@@ -128,6 +136,7 @@ impl Tensor {
             let again = OpContext {
                 saved: kept.saved.iter().map(|(saved, is_result)| (saved.share(), *is_result)).collect(),
                 needs: (0..ctx.inputs()).map(|i| ctx.needs(i)).collect(),
+                slots: (0..ctx.inputs()).map(|i| ctx.slot(i)).collect(),
                 name,
                 result: result.as_ref().filter(|_| ctx.create_graph()).map(|r| ctx.result(r)).transpose()?,
             };
