@@ -107,8 +107,13 @@ impl Tensor {
     pub(crate) fn node(&self) -> Option<Arc<Node>> {
         match self.storage.has_attachment() {
             true => current(self),
-            false => self.made_by.clone(),
+            false => self.made_by.as_ref().filter(|node| !node.is_frozen()).cloned(),
         }
+    }
+
+    /// [`Tensor::node`], and the leaf of a frozen tensor.
+    pub(super) fn node_or_frozen(&self) -> Option<Arc<Node>> {
+        self.made_by.as_ref().filter(|node| node.is_frozen()).cloned().or_else(|| self.node())
     }
 
     /// This handle, outside the graph.
@@ -123,7 +128,7 @@ impl Tensor {
 
 #[cold]
 fn current(t: &Tensor) -> Option<Arc<Node>> {
-    let made_by = t.made_by.clone();
+    let made_by = t.made_by.clone().filter(|node| !node.is_frozen());
     let Some(history) = t.storage.attachment::<History>() else { return made_by };
     let mut changed = lock(&history.0);
     let tensor = match &made_by {

@@ -18,7 +18,30 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn leaf_id(&self) -> Option<u64> {
-        self.node().filter(|node| node.is_leaf()).map(|node| node.seq)
+        self.node_or_frozen().filter(|node| node.is_leaf()).map(|node| node.seq)
+    }
+
+    /// Freezes (`false`) this leaf, or trains it again (`true`), for all its handles (PyTorch's `p.requires_grad = flag`). A
+    /// frozen leaf is outside the graph. It keeps its gradient and its place in optimisers, which skip it.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let w = Tensor::ones(2, Device::Cpu)?.requires_grad_(true)?;
+    /// let handle = w.shallow_clone();
+    /// w.set_requires_grad(false)?;
+    /// assert!(!handle.requires_grad() && !handle.exp()?.requires_grad());
+    /// handle.set_requires_grad(true)?;
+    /// assert!(w.requires_grad() && w.leaf_id() == handle.leaf_id());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Autograd`] for a tensor that has never been a leaf that requires a gradient: [`Tensor::requires_grad_`] makes one.
+    pub fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
+        self.with_leaf("set_requires_grad", |_| ())?;
+        let node = self.node_or_frozen().expect("a leaf has a node");
+        node.set_frozen(!requires_grad);
+        Ok(())
     }
 
     /// This leaf with its values in `data`, of the same shape, dtype and device (PyTorch's `parameter.data = data`): how an
@@ -41,7 +64,7 @@ impl Tensor {
         let op = "with_data";
         self.with_leaf(op, |_| ())?;
         self.check_like(op, &data, "a leaf keeps its shape")?;
-        Ok(Tensor { made_by: self.node(), ..data })
+        Ok(Tensor { made_by: self.node_or_frozen(), ..data })
     }
 
     /// Tells backward to write this leaf's gradient into `view`, contiguous, of the leaf's shape, dtype and device: a part of one
@@ -89,7 +112,7 @@ impl Tensor {
 
     /// Where backward writes this leaf's gradient, if [`Tensor::set_grad_slot`] said so; an optimiser does.
     pub fn grad_slot(&self) -> Option<Tensor> {
-        match &*self.node()?.state() {
+        match &*self.node_or_frozen()?.state() {
             State::Leaf(leaf) => leaf.slot.as_ref().map(Tensor::shallow_clone),
             _ => None,
         }
@@ -99,7 +122,7 @@ impl Tensor {
     /// ([`Module::to_dtype`](crate::nn::Module::to_dtype), [`Tensor::succeeded_by`]): what an optimiser that was given this
     /// one goes on with. None where it stands for itself.
     pub fn successor(&self) -> Option<Tensor> {
-        let node = self.node()?;
+        let node = self.node_or_frozen()?;
         let State::Leaf(leaf) = &*node.state() else { return None };
         let next = leaf.successor.as_ref()?;
         next.successor().or_else(|| Some(next.shallow_clone()))
@@ -135,12 +158,13 @@ impl Tensor {
         let successor = Some(new.shallow_clone());
         let old = self.with_leaf(op, |leaf| std::mem::replace(leaf, Leaf { successor, ..Leaf::default() }))?;
         new.with_leaf(op, |leaf| leaf.collected = old.collected)?;
+        new.set_requires_grad(self.requires_grad())?;
         Ok(new)
     }
 
     /// Calls `f` with what this leaf collects.
     pub(super) fn with_leaf<R>(&self, op: &'static str, f: impl FnOnce(&mut Leaf) -> R) -> Result<R> {
-        if let Some(node) = self.node()
+        if let Some(node) = self.node_or_frozen()
             && let State::Leaf(leaf) = &mut *node.state()
         {
             return Ok(f(leaf));

@@ -68,6 +68,10 @@ impl Tensor {
                 return Err(Error::Autograd { op, reason: reason.into() });
             }
             Some(_) if requires_grad => return Ok(self),
+            None if requires_grad && self.leaf_id().is_some() => {
+                self.set_requires_grad(true)?;
+                return Ok(self);
+            }
             None if requires_grad => self.dtype.check_float(op)?,
             _ => {}
         }
@@ -84,7 +88,8 @@ impl Tensor {
     /// Whether gradients flow to or through this tensor.
     #[inline]
     pub fn requires_grad(&self) -> bool {
-        self.made_by.is_some() || self.storage.has_attachment() && self.node().is_some()
+        self.made_by.as_ref().is_some_and(|node| !node.is_frozen())
+            || self.storage.has_attachment() && self.node().is_some()
     }
 
     /// Whether no tracked operation made this tensor: [`Tensor::backward`] leaves gradients in leaves only.
@@ -96,7 +101,7 @@ impl Tensor {
     /// tensors that are no leaf (unless [`Tensor::retain_grad`]), and after [`Tensor::zero_grad`]. The handle shares its storage: the next backward may
     /// write there, so keep a `clone()`.
     pub fn grad(&self) -> Option<Tensor> {
-        let node = self.node()?;
+        let node = self.node_or_frozen()?;
         if let State::Leaf(leaf) = &*node.state() {
             return match &leaf.successor {
                 Some(new) => new.grad(),
@@ -111,7 +116,7 @@ impl Tensor {
 
     /// Forgets the gradient; the next backward moves a new one in (PyTorch's `zero_grad(set_to_none=True)`).
     pub fn zero_grad(&self) {
-        let Some(node) = self.node() else { return };
+        let Some(node) = self.node_or_frozen() else { return };
         if let State::Leaf(leaf) = &mut *node.state() {
             leaf.grad = None;
             leaf.lent = false; // where a backward failed

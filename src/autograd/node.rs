@@ -1,6 +1,6 @@
 //! The graph's nodes, and what keeps them.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use smallvec::SmallVec;
@@ -23,6 +23,8 @@ pub(crate) struct Node {
     pub(super) inputs: Inputs,
     /// How often it was an operation's input.
     uses: AtomicU32,
+    /// Whether it is a leaf that collects no gradient: its tensors are outside the graph until it is trained again.
+    frozen: AtomicBool,
     state: Mutex<State>,
     /// What is called with the gradient that arrives here; most nodes have none.
     hooks: OnceLock<Box<Hooks>>,
@@ -88,7 +90,17 @@ impl Node {
         inputs.iter().flatten().for_each(|node| _ = node.uses.fetch_add(1, Ordering::Relaxed));
         let seq = SEQ.fetch_add(1, Ordering::Relaxed);
         let (uses, state, hooks, changed) = (AtomicU32::new(0), Mutex::new(state), OnceLock::new(), OnceLock::new());
-        Arc::new(Node { seq, op, inputs, uses, state, hooks, view_of, changed })
+        Arc::new(Node { seq, op, inputs, uses, frozen: AtomicBool::new(false), state, hooks, view_of, changed })
+    }
+
+    #[inline]
+    pub(super) fn is_frozen(&self) -> bool {
+        self.frozen.load(Ordering::Relaxed)
+    }
+
+    /// Freezes a leaf, or trains it again.
+    pub(super) fn set_frozen(&self, frozen: bool) {
+        self.frozen.store(frozen, Ordering::Relaxed);
     }
 
     /// The node of the tensor that this is a view of, through all views between, and that tensor's layout; itself and

@@ -141,6 +141,11 @@ pub(crate) fn joined_views(
     Ok(views)
 }
 
+/// Replaces handles from before a conversion of their module by those of the leaves that took their place.
+pub(super) fn follow_conversions(parameters: &mut [&mut Tensor]) {
+    parameters.iter_mut().for_each(|p| p.successor().into_iter().for_each(|new| **p = new));
+}
+
 /// Whether both are the same elements of the same storage, as tensors of one shape.
 fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
     a.shares_storage(b) && a.offset() == b.offset() && a.strides() == b.strides()
@@ -149,14 +154,13 @@ fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
 impl Flat {
     /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device.
     pub(super) fn new(op: &'static str, mut parameters: Vec<&mut Tensor>) -> Result<Flat> {
-        // A handle from before a conversion stands for what came of it.
-        parameters.iter_mut().for_each(|p| p.successor().into_iter().for_each(|new| **p = new));
+        follow_conversions(&mut parameters);
         let Some(first) = parameters.first() else {
             return Err(Error::invalid(op, "there are no parameters"));
         };
         let (dtype, device) = (first.dtype(), first.device());
         for p in &parameters {
-            if !p.requires_grad() || !p.is_leaf() {
+            if p.leaf_id().is_none() {
                 let reason = format!("a parameter of shape {} is no leaf that requires a gradient", p.shape());
                 return Err(Error::Autograd { op, reason });
             }
@@ -332,7 +336,7 @@ impl Flat {
     pub(super) fn runs(&self, same_step: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {
         let mut runs: SmallVec<[Run; 1]> = SmallVec::new();
         for (i, p) in self.parameters.iter().enumerate() {
-            match p.leaf.grad() {
+            match p.leaf.grad().filter(|_| p.leaf.requires_grad()) {
                 Some(grad) if is_same_view(&grad, &p.slot) => {}
                 _ if p.leaf.successor().is_some() => return Ok(None),
                 Some(grad) => _ = p.slot.copy_(&grad)?,

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use smallvec::SmallVec;
 
 use super::Optimizer;
-use super::flat::{CapturedStep, Flat, Run, StepTensors};
+use super::flat::{CapturedStep, Flat, Run, StepTensors, follow_conversions};
 use super::rule::Rule;
 use crate::io::StateDict;
 use crate::ops::MapInto;
@@ -20,6 +20,8 @@ pub struct Fused<R> {
 /// Parameters with hyperparameters of their own.
 struct Group<R> {
     flat: Arc<Flat>,
+    /// Handles on the parameters that were frozen when the group was made, and so are not in it.
+    skipped: Vec<Tensor>,
     /// One flat buffer for each name of the rule's state.
     state: Vec<Tensor>,
     progress: Arc<Mutex<Progress<R>>>,
@@ -80,12 +82,13 @@ struct Launch {
 
 impl<R: Rule> Fused<R> {
     /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device. They become views of
-    /// one buffer and keep their values and gradients. A parameter whose memory somebody else holds too (another optimiser, a
-    /// state dict, a layer it is tied to) stays where it is, so that everybody sees the steps; those that do not lie one after
-    /// another then are a launch each.
+    /// one buffer and keep their values and gradients. Frozen parameters are skipped; a step is an error once one of them is
+    /// trained again, unless [`with_group`](Self::with_group) adds it. A parameter whose memory has another handle (another
+    /// optimiser, a state dict, a tied layer) stays where it is, so that every handle sees the steps; parameters that are then
+    /// not adjacent take a launch each.
     ///
     /// # Errors
-    /// [`Error::Autograd`] for a parameter that is no such leaf, [`Error::Invalid`] for none at all or a hyperparameter out
+    /// [`Error::Autograd`] for the result of an operation, [`Error::Invalid`] for no parameter to train or a hyperparameter out
     /// of range, mismatching dtypes or devices, and [`Error::OutOfMemory`].
     #[track_caller]
     pub fn new(parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
@@ -118,7 +121,10 @@ impl<R: Rule> Fused<R> {
             let reason = format!("a parameter of shape {} is in another group already", p.shape());
             return Err(Error::invalid(R::NAME, reason));
         }
-        self.groups.push(Group::new(parameters, rule)?);
+        let group = Group::new(parameters, rule)?;
+        let is_added = |p: &Tensor| group.flat.parameters().any(|added| added.leaf_id() == latest(p).leaf_id());
+        self.groups.iter_mut().for_each(|g| g.skipped.retain(|p| !is_added(p)));
+        self.groups.push(group);
         Ok(self)
     }
 
@@ -153,8 +159,12 @@ impl<R: Rule> Fused<R> {
         R: PartialEq,
     {
         let _caller = Caller::enter();
-        let mut groups: Vec<(R, Vec<&mut Tensor>)> = Vec::new();
+        let (mut groups, mut skipped): (Vec<(R, Vec<&mut Tensor>)>, _) = (Vec::new(), Vec::new());
         for (name, p) in parameters {
+            if !latest(p).requires_grad() {
+                skipped.push(p.shallow_clone());
+                continue;
+            }
             let rule = rule(&name, p);
             let alike = |q: &Tensor| (q.dtype(), q.device()) == (p.dtype(), p.device());
             match groups.iter_mut().find(|(known, group)| *known == rule && group.first().is_some_and(|q| alike(q))) {
@@ -163,10 +173,12 @@ impl<R: Rule> Fused<R> {
             }
         }
         if groups.is_empty() {
-            return Err(Error::invalid(R::NAME, "there are no parameters"));
+            return Err(nothing_to_train(R::NAME, skipped.len()));
         }
         let none = Fused { groups: Vec::new() };
-        groups.into_iter().try_fold(none, |optimizer, (rule, group)| optimizer.with_group(group, rule))
+        let mut made = groups.into_iter().try_fold(none, |made, (rule, group)| made.with_group(group, rule))?;
+        made.groups[0].skipped.extend(skipped);
+        Ok(made)
     }
 
     /// The hyperparameters of each group.
@@ -176,12 +188,26 @@ impl<R: Rule> Fused<R> {
 }
 
 impl<R: Rule> Group<R> {
-    fn new(parameters: Vec<&mut Tensor>, rule: R) -> Result<Group<R>> {
+    fn new(mut parameters: Vec<&mut Tensor>, rule: R) -> Result<Group<R>> {
         rule.check()?;
+        follow_conversions(&mut parameters);
+        let (parameters, frozen): (Vec<_>, Vec<_>) = parameters.into_iter().partition(|p| p.requires_grad());
+        if parameters.is_empty() {
+            return Err(nothing_to_train(R::NAME, frozen.len()));
+        }
+        let skipped = frozen.into_iter().map(|p| p.shallow_clone()).collect();
         let flat = Arc::new(Flat::new(R::NAME, parameters)?);
         let state = rule.state().iter().map(|(_, start)| flat.state(*start)).collect::<Result<_>>()?;
         let progress = Arc::new(Mutex::new(Progress { rule, steps: vec![0; flat.count()] }));
-        Ok(Group { flat, state, progress, numbers: Vec::new(), launches: Vec::new(), captured: Captured::default() })
+        Ok(Group {
+            flat,
+            skipped,
+            state,
+            progress,
+            numbers: Vec::new(),
+            launches: Vec::new(),
+            captured: Captured::default(),
+        })
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress<R>> {
@@ -190,6 +216,13 @@ impl<R: Rule> Group<R> {
 
     /// What to launch. Where the model was converted, goes over to the parameters that replace these first.
     fn runs(&mut self) -> Result<SmallVec<[Run; 1]>> {
+        if let Some(p) = self.skipped.iter().find(|p| latest(p).requires_grad()) {
+            let reason = format!(
+                "a parameter of shape {} was frozen when the optimiser was made and is trained now: add it by with_group(), or give the optimiser trainable_parameters_mut() only",
+                p.shape()
+            );
+            return Err(Error::Autograd { op: R::NAME, reason });
+        }
         // A replay sees to the master itself: what is captured would round it again and again.
         let capture = Graph::capture_id(self.flat.device());
         if capture.is_none() {
@@ -325,6 +358,21 @@ impl<R: Rule> Group<R> {
             }
         }
         Ok(out)
+    }
+}
+
+/// The handle on a parameter after conversions of its module.
+fn latest(p: &Tensor) -> Tensor {
+    p.successor().unwrap_or_else(|| p.shallow_clone())
+}
+
+/// The error for a group without a parameter to train, `frozen` of which were given.
+fn nothing_to_train(op: &'static str, frozen: usize) -> Error {
+    match frozen {
+        0 => Error::invalid(op, "there are no parameters"),
+        _ => {
+            Error::invalid(op, "no parameter requires a gradient: call requires_grad_(true) on them or on their module")
+        }
     }
 }
 
