@@ -148,6 +148,10 @@ impl<M: Module> Module for DataParallel<M> {
         self.module.set_training(training);
     }
 
+    fn shallow_clone(&self) -> DataParallel<M> {
+        DataParallel { module: self.module.shallow_clone(), reducer: Arc::clone(&self.reducer) }
+    }
+
     fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
         self.module.visit_modules(prefix, visitor);
     }

@@ -96,6 +96,10 @@ impl Module for SyncBatchNorm {
         self.0.set_training(training);
     }
 
+    fn shallow_clone(&self) -> SyncBatchNorm {
+        SyncBatchNorm(self.0.shallow_clone())
+    }
+
     fn as_batch_norm(&self) -> Option<&BatchNorm> {
         self.0.as_batch_norm()
     }

@@ -76,6 +76,42 @@ impl StateDict {
         self.into_iter().map(|(name, t)| (stripped(name), t)).collect()
     }
 
+    /// The same tensors, each with the name that `f` makes of its name: for a file whose program named its layers differently.
+    ///
+    /// ```
+    /// use claystone::{Device, nn::{Linear, Module}};
+    /// let state = Linear::new(3, 2, Device::Cpu)?.state_dict().rename(|name| name.replace("weight", "gamma"))?;
+    /// assert_eq!(state.names().collect::<Vec<_>>(), ["gamma", "bias"]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where two entries get one name.
+    pub fn rename(self, f: impl Fn(&str) -> String) -> Result<StateDict> {
+        let mut renamed = StateDict::new();
+        for (name, t) in self {
+            let new = f(&name);
+            if renamed.get(&new).is_some() {
+                let reason = format!("{} is the second entry that becomes {}", Excerpt(&name), Excerpt(&new));
+                return Err(Error::invalid("StateDict::rename", reason));
+            }
+            renamed.insert(new, t);
+        }
+        Ok(renamed)
+    }
+
+    /// The entries whose names `f` accepts: the adapters of a model whose other weights are in a file already.
+    ///
+    /// ```
+    /// use claystone::{Device, nn::{Linear, Module}};
+    /// let state = Linear::new(3, 2, Device::Cpu)?.state_dict().filter(|name| name != "bias");
+    /// assert_eq!(state.names().collect::<Vec<_>>(), ["weight"]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn filter(self, f: impl Fn(&str) -> bool) -> StateDict {
+        self.into_iter().filter(|(name, _)| f(name)).collect()
+    }
+
     /// Adds the entries of `other`, which replace those of the same names.
     pub fn merge(&mut self, other: StateDict) {
         self.entries.extend(other.entries);

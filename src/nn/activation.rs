@@ -72,7 +72,7 @@ impl Activation {
 }
 
 impl Module for Activation {
-    crate::parts!();
+    crate::parts!(; self);
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {

@@ -8,6 +8,7 @@
 mod activation;
 mod attention;
 mod averaged;
+mod boxed;
 mod conv;
 mod embedding;
 mod forward;
@@ -17,6 +18,7 @@ mod linear;
 mod norm;
 mod part;
 mod pool;
+mod replace;
 mod rnn;
 mod sequential;
 mod summary;
@@ -28,6 +30,8 @@ pub use crate::io::{IncompatibleKeys, StateDict};
 pub use activation::{Activation, Identity, LogSoftmax, PRelu, Softmax, Softmin};
 pub use attention::{AttentionMasks, MultiheadAttention};
 pub use averaged::AveragedModel;
+#[doc(hidden)]
+pub use boxed::BoxedHandle;
 pub use conv::{Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d};
 pub use embedding::Embedding;
 pub use forward::Forward;
@@ -39,6 +43,8 @@ pub use norm::{
 
 #[doc(hidden)]
 pub use crate::io::joined;
+#[doc(hidden)]
+pub use part::field_name;
 pub use part::{Buffer, Mode, Part, Role};
 pub use pool::{
     AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d, AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d,
@@ -48,7 +54,7 @@ pub use rnn::{
     Gru, GruCell, Lstm, LstmCell, PackedSequence, Rnn, RnnCell, RnnOptions, pack_padded_sequence, pack_sequence,
     pad_packed_sequence, pad_sequence, unpack_sequence, unpad_sequence,
 };
-pub use sequential::{Dropout, Dropout2d, Func, Sequential, func};
+pub use sequential::{Checkpoint, Dropout, Dropout2d, Func, Sequential, func};
 pub use summary::{LayerSummary, Summary, summary};
 pub use transformer::{
     Transformer, TransformerDecoder, TransformerDecoderLayer, TransformerEncoder, TransformerEncoderLayer,
@@ -58,6 +64,8 @@ pub use upsample::{PixelShuffle, PixelUnshuffle, Upsample};
 
 use std::collections::HashSet;
 
+use self::replace::{replace, replace_each};
+use crate::autograd::checkpoint;
 use crate::storage::Caller;
 use crate::{DType, Device, Error, MemoryFormat, Result, Tensor, for_each_part, no_grad};
 
@@ -87,7 +95,7 @@ use crate::{DType, Device, Error, MemoryFormat, Result, Tensor, for_each_part, n
 /// assert_eq!(names, ["conv.weight", "conv.bias", "fc.weight", "fc.bias"]);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-pub trait Module: Send + Sync {
+pub trait Module: BoxedHandle + Send + Sync {
     /// The result for a batch `x`; recorded where parameters or `x` require gradients. A module of several inputs or of a state
     /// leaves this out: see [`Forward`].
     ///
@@ -101,7 +109,7 @@ pub trait Module: Send + Sync {
     }
 
     /// Calls `visitor` with each tensor of the module in order: its name after `prefix`, what it is, and itself.
-    /// [`parts!`](crate::parts) writes this and the next three.
+    /// [`parts!`](crate::parts) writes this and the next four.
     fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor));
 
     /// [`Module::visit`] for who changes the tensors.
@@ -110,6 +118,27 @@ pub trait Module: Send + Sync {
     /// Switches between training and evaluation what behaves differently in the two (PyTorch's `train(mode)`); most layers do
     /// not.
     fn set_training(&self, training: bool);
+
+    /// Returns another handle on this module: its tensors are the same, so that a step of one's optimiser is seen by both, as
+    /// with [`Tensor::shallow_clone`]. The switch between training and evaluation is its own. [`Module::try_clone`] copies the
+    /// tensors instead.
+    ///
+    /// ```
+    /// use claystone::nn::{Linear, Module};
+    /// use claystone::{Device, Tensor, autograd::checkpoint};
+    /// let layer = Linear::new(4, 4, Device::Cpu)?;
+    /// let (twin, copy) = (layer.shallow_clone(), layer.try_clone()?);
+    /// layer.weight().detach().fill_(0)?;
+    /// assert!(twin.weight().equal(layer.weight())? && !copy.weight().equal(layer.weight())?);
+    /// let x = Tensor::ones([2, 4], Device::Cpu)?;
+    /// let y = checkpoint(move |x| twin.forward(&x[0]), &[&x])?; // a closure owns what it computes with
+    /// y.sum((), false)?.backward()?;
+    /// assert!(layer.weight().grad().is_some());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    fn shallow_clone(&self) -> Self
+    where
+        Self: Sized;
 
     /// Calls `visitor` with each module inside of this one, each before those inside of it, and with its name after `prefix`.
     fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
@@ -186,6 +215,37 @@ pub trait Module: Send + Sync {
         self.parameters().iter().map(|p| p.numel()).sum()
     }
 
+    /// Freezes (`false`) or trains (`true`) all parameters, for every handle on them (PyTorch's `requires_grad_`): of a whole
+    /// module, or of a part of it. An optimiser that has a frozen parameter skips it and goes on with its state afterwards.
+    ///
+    /// ```
+    /// use claystone::nn::{Linear, Module};
+    /// use claystone::optim::{AdamW, AdamWConfig, Optimizer};
+    /// use claystone::Device;
+    /// let (mut backbone, mut head) = (Linear::new(4, 4, Device::Cpu)?, Linear::new(4, 2, Device::Cpu)?);
+    /// backbone.requires_grad_(false)?;
+    /// let mut both = vec![&mut backbone, &mut head];
+    /// let trained = both.iter_mut().flat_map(|layer| layer.trainable_parameters_mut()).collect();
+    /// assert_eq!(AdamW::new(trained, AdamWConfig::default())?.parameters().len(), 2);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::Autograd`] for a parameter that is the result of a recorded operation;
+    /// [`crate::Error::UnsupportedDType`] for one of integers.
+    fn requires_grad_(&mut self, requires_grad: bool) -> Result<()> {
+        replace_each(self, |role, t| match t.leaf_id() {
+            _ if role == Role::Buffer => Ok(t.shallow_clone()),
+            Some(_) => t.set_requires_grad(requires_grad).map(|()| t.shallow_clone()),
+            None => t.shallow_clone().requires_grad_(requires_grad),
+        })
+    }
+
+    /// [`Module::parameters_mut`] without those that are frozen.
+    fn trainable_parameters_mut(&mut self) -> Vec<&mut Tensor> {
+        self.parameters_mut().into_iter().filter(|p| p.requires_grad()).collect()
+    }
+
     /// Forgets the gradients of all parameters.
     fn zero_grad(&self) {
         self.parameters().into_iter().for_each(Tensor::zero_grad);
@@ -206,6 +266,47 @@ pub trait Module: Send + Sync {
         let mut out = Vec::new();
         self.visit("", &mut |name, _, t| out.push((name, t.detach())));
         out.into_iter().collect()
+    }
+
+    /// Copies the module with all its tensors (Python's `copy.deepcopy(model)`): a target network, or the module that
+    /// [`AveragedModel::ema`] averages in. Parameters that are tied stay so. Gradients are not copied.
+    ///
+    /// ```
+    /// use claystone::nn::{AveragedModel, Linear, Module};
+    /// use claystone::Device;
+    /// let net = Linear::new(4, 2, Device::Cpu)?;
+    /// let target = net.try_clone()?;
+    /// let ema = AveragedModel::ema(net.try_clone()?, 0.999)?;
+    /// assert!(target.weight().equal(net.weight())? && !target.weight().shares_storage(ema.module().weight()));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    #[track_caller]
+    fn try_clone(&self) -> Result<Self>
+    where
+        Self: Sized,
+    {
+        let _caller = Caller::enter();
+        let mut copy = self.shallow_clone();
+        replace_each(&mut copy, |_, t| t.detach().try_clone()?.requires_grad_(t.requires_grad()))?;
+        Ok(copy)
+    }
+
+    /// [`Module::forward`] that keeps only `x` for backward and computes the rest once more then: see
+    /// [`checkpoint`](crate::autograd::checkpoint). [`Checkpoint`] is a layer that does this.
+    ///
+    /// # Errors
+    /// As [`Module::forward`].
+    #[track_caller]
+    fn forward_checkpointed(&self, x: &Tensor) -> Result<Tensor>
+    where
+        Self: Sized + 'static,
+    {
+        let _caller = Caller::enter();
+        let module = self.shallow_clone();
+        checkpoint(move |x| module.forward(&x[0]), &[x])
     }
 
     /// Copies the values of `state` into the tensors of these names, from any device and any float dtype. `strict` makes names
@@ -292,62 +393,6 @@ fn is_new_parameter(role: Role, t: &Tensor, seen: &mut HashSet<u64>) -> bool {
     role == Role::Parameter && t.leaf_id().is_none_or(|leaf| seen.insert(leaf))
 }
 
-/// Replaces each tensor by what `f` makes of it outside the graph; with `whole`, buffers of optimisers as a whole.
-fn replace<M: Module + ?Sized>(module: &mut M, whole: bool, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<()> {
-    let (mut result, mut buffers) = (Ok(()), Vec::new());
-    module.visit_mut("", &mut |_, _, t| {
-        if result.is_ok() {
-            match converted(t, whole, &f, &mut buffers) {
-                Ok(new) => *t = new,
-                Err(e) => result = Err(e),
-            }
-        }
-    });
-    result
-}
-
-/// What `f` makes of a tensor of a module: of a parameter a leaf that stands for it from now on, with its gradient. `buffers`
-/// are those of optimisers, before and after: with `whole` each is converted as a whole, so that what lay in one does so afterwards.
-fn converted(
-    t: &Tensor,
-    whole: bool,
-    f: &impl Fn(&Tensor) -> Result<Tensor>,
-    buffers: &mut Vec<(Tensor, Tensor)>,
-) -> Result<Tensor> {
-    // One that is tied to others may have been converted there.
-    let t = t.successor().unwrap_or_else(|| t.shallow_clone());
-    let mut in_buffer = |part: &Tensor| {
-        let known = buffers.iter().position(|(buffer, _)| buffer.shares_storage(part));
-        let at = known.map_or_else(
-            || {
-                let elements = part.storage().nbytes() / part.dtype().size();
-                let whole = part.detach().as_strided(elements, &[1], 0)?;
-                buffers.push((whole.shallow_clone(), f(&whole)?));
-                Ok(buffers.len() - 1)
-            },
-            Ok,
-        )?;
-        buffers[at].1.as_strided(part.shape(), part.strides(), part.offset())
-    };
-    let slot = if whole { t.grad_slot() } else { None };
-    // Only an optimiser has buffers of parameters and of gradients that are alike.
-    let alike = |slot: &Tensor| slot.offset() == t.offset() && slot.storage().nbytes() == t.storage().nbytes();
-    let data = if slot.as_ref().is_some_and(alike) { in_buffer(&t)? } else { f(&t.detach())? };
-    if !t.requires_grad() {
-        return Ok(data);
-    }
-    if data.shares_storage(&t) {
-        return Ok(t);
-    }
-    let grad = match t.grad() {
-        Some(grad) if slot.as_ref().is_some_and(|slot| slot.shares_storage(&grad)) => Some(in_buffer(&grad)?),
-        Some(grad) => Some(f(&grad.detach())?),
-        None => None,
-    };
-    let slot = slot.as_ref().map(in_buffer).transpose()?;
-    t.succeeded_by(data, grad, slot)
-}
-
 /// A module's part of a checkpoint is its state dict, loaded strictly.
 impl<M: Module> Stateful for M {
     fn state_dict(&self) -> Result<StateDict> {
@@ -356,36 +401,5 @@ impl<M: Module> Stateful for M {
 
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         Module::load_state_dict(self, state, true).map(|_| ())
-    }
-}
-
-/// A module in a box is the module.
-impl<M: Module + ?Sized> Module for Box<M> {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        (**self).forward(x)
-    }
-
-    fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        (**self).visit(prefix, visitor);
-    }
-
-    fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        (**self).visit_mut(prefix, visitor);
-    }
-
-    fn set_training(&self, training: bool) {
-        (**self).set_training(training);
-    }
-
-    fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
-        (**self).visit_modules(prefix, visitor);
-    }
-
-    fn type_name(&self) -> &'static str {
-        (**self).type_name()
-    }
-
-    fn as_batch_norm(&self) -> Option<&BatchNorm> {
-        (**self).as_batch_norm()
     }
 }

@@ -37,7 +37,7 @@ pub struct BatchNorm {
     momentum: f64,
     eps: f64,
     /// What normalises in training in place of [`Tensor::batch_norm`].
-    trained_by: Mutex<Option<Arc<BatchNormFn>>>,
+    trained_by: Arc<Mutex<Option<Arc<BatchNormFn>>>>,
 }
 
 /// A function in place of [`Tensor::batch_norm`] in training.
@@ -68,7 +68,7 @@ impl BatchNorm {
             mode: Mode::default(),
             momentum: 0.1,
             eps: 1e-5,
-            trained_by: Mutex::default(),
+            trained_by: Arc::default(),
         })
     }
 
@@ -89,7 +89,7 @@ impl BatchNorm {
 }
 
 impl Module for BatchNorm {
-    crate::parts!(weight, bias, running_mean, running_var, num_batches_tracked, mode);
+    crate::parts!(weight, bias, running_mean, running_var, num_batches_tracked, mode; trained_by);
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -279,7 +279,7 @@ impl LayerNorm {
 }
 
 impl Module for LayerNorm {
-    crate::parts!(weight, bias);
+    crate::parts!(weight, bias; shape);
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -349,7 +349,7 @@ impl RmsNorm {
 }
 
 impl Module for RmsNorm {
-    crate::parts!(weight);
+    crate::parts!(weight; shape);
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {

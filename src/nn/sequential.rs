@@ -1,5 +1,7 @@
 //! Layers in a row, functions as layers, and those that behave differently in training.
 
+use std::sync::Arc;
+
 use super::{Mode, Module, Part, Role};
 use crate::storage::Caller;
 use crate::{Error, Result, Tensor};
@@ -52,13 +54,51 @@ impl Module for Sequential {
         self.layers.switch(training);
     }
 
+    fn shallow_clone(&self) -> Sequential {
+        Sequential { layers: self.layers.handle() }
+    }
+
     fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
         self.layers.show_modules(prefix, visitor);
     }
 }
 
+/// A layer that keeps only its input for backward, and is computed once more then: [`Module::forward_checkpointed`]. Its
+/// parameters have the names that they have in the layer.
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{Activation, Checkpoint, Linear, Module, Sequential}};
+/// let block = Sequential::new().push(Linear::new(4, 64, Device::Cpu)?).push(Activation::Gelu).push(Linear::new(64, 4, Device::Cpu)?);
+/// let net = Sequential::new().push(Checkpoint::new(block)).push(Linear::new(4, 2, Device::Cpu)?);
+/// net.forward(&Tensor::ones(&[5, 4], Device::Cpu)?)?.sum((), false)?.backward()?;
+/// assert!(net.parameters().iter().all(|p| p.grad().is_some()));
+/// assert_eq!(net.named_parameters("")[0].0, "0.0.weight");
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct Checkpoint<M> {
+    layer: M,
+}
+
+impl<M: Module + 'static> Checkpoint<M> {
+    /// Wraps a layer or a network.
+    pub fn new(layer: M) -> Checkpoint<M> {
+        Checkpoint { layer }
+    }
+}
+
+impl<M: Module + 'static> Module for Checkpoint<M> {
+    crate::parts!(layer as "");
+
+    #[track_caller]
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.layer.forward_checkpointed(x)
+    }
+}
+
 /// A function as a layer: see [`func`].
-pub struct Func<F>(F);
+pub struct Func<F> {
+    f: Arc<F>,
+}
 
 /// A function as a layer, for what has no parameters.
 ///
@@ -69,16 +109,16 @@ pub struct Func<F>(F);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn func<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync>(f: F) -> Func<F> {
-    Func(f)
+    Func { f: Arc::new(f) }
 }
 
 impl<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync> Module for Func<F> {
-    crate::parts!();
+    crate::parts!(; f);
 
     #[track_caller]
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _caller = Caller::enter();
-        (self.0)(x)
+        (self.f)(x)
     }
 }
 

@@ -59,9 +59,9 @@ pub struct LayerSummary {
 /// ```
 pub fn summary(module: &dyn Module) -> Summary {
     let mut modules = vec![(String::new(), module)];
-    modules.extend(module.named_modules(""));
+    modules.extend(named_modules(module));
     let layer = |(name, module): &(String, &dyn Module)| {
-        let inside = module.named_modules("");
+        let inside: Vec<_> = named_modules(*module).collect();
         let is_own = |parameter: &str| !inside.iter().any(|(child, _)| below(parameter, child));
         let own = module.named_parameters("").into_iter().filter(|(parameter, _)| is_own(parameter));
         let around = modules.iter().filter(|(other, _)| other != name && below(name, other));
@@ -82,6 +82,11 @@ pub fn summary(module: &dyn Module) -> Summary {
         buffers: buffers.iter().map(|(_, t)| t.numel()).sum(),
         nbytes: tensors().map(|t| t.numel() * t.dtype().size()).sum(),
     }
+}
+
+/// The modules inside, but for a field that has no name of its own: its layers are those of the module around it.
+fn named_modules(module: &dyn Module) -> impl Iterator<Item = (String, &dyn Module)> {
+    module.named_modules("").into_iter().filter(|(name, _)| !name.is_empty())
 }
 
 /// Whether the name is of something inside the module of name `module`.

@@ -8,6 +8,7 @@ mod checkpoint;
 mod data;
 mod examples;
 mod graphs;
+mod handles;
 mod layers;
 mod memory_formats;
 mod modules;

@@ -130,3 +130,55 @@ fn a_summary_has_every_module_and_counts_each_parameter_once() {
         summary(&twice).to_string().ends_with("6 parameters, 6 of them trainable; 0 numbers in buffers; 12 bytes\n")
     );
 }
+
+/// Fields by the names of a file of PyTorch: dotted, of a word that Rust reserves, and without a name.
+struct Renamed {
+    query: Linear,
+    r#type: Embedding,
+    list: Vec<Linear>,
+    inner: Dense,
+}
+
+struct Dense {
+    dense: Linear,
+}
+
+impl Module for Dense {
+    claystone::parts!(dense);
+}
+
+impl Module for Renamed {
+    claystone::parts!(query as "self.query", r#type, list as "attention.list", inner as "",);
+}
+
+#[test]
+fn fields_have_the_names_that_parts_gives_them() {
+    let linear = || Linear::new(2, 2, Device::Cpu).unwrap().without_bias();
+    let r#type = Embedding::new(3, 2, Device::Cpu).unwrap();
+    let inner = Dense { dense: linear() };
+    let mut net = Renamed { query: linear(), r#type, list: vec![linear(), linear()], inner };
+    let tensors =
+        ["self.query.weight", "type.weight", "attention.list.0.weight", "attention.list.1.weight", "dense.weight"];
+    assert_eq!(net.state_dict().names().collect::<Vec<_>>(), tensors);
+    let names: Vec<String> = net.named_parameters_mut("bert").into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, tensors.map(|name| format!("bert.{name}")));
+    let modules: Vec<String> = net.named_modules("").into_iter().map(|(name, _)| name).collect();
+    assert_eq!(modules, ["self.query", "type", "attention.list.0", "attention.list.1", "", "dense"]);
+    let table = summary(&net);
+    let lines: Vec<_> = table.layers.iter().map(|l| (l.depth, &l.name[..], l.type_name)).collect();
+    let want = [
+        (0, "", "Renamed"),
+        (1, "self.query", "Linear"),
+        (1, "type", "Embedding"),
+        (1, "attention.list.0", "Linear"),
+        (1, "attention.list.1", "Linear"),
+        (1, "dense", "Linear"),
+    ];
+    assert_eq!(lines, want);
+    let renamed = net.state_dict().rename(|name| name.replace("self.", "")).unwrap();
+    assert!(renamed.get("query.weight").unwrap().shares_storage(net.query.weight()));
+    assert_eq!(renamed.len(), 5);
+    let error = net.state_dict().rename(|name| name.replace("list.0", "list.1")).unwrap_err().to_string();
+    let want = "StateDict::rename: attention.list.1.weight is the second entry that becomes attention.list.1.weight";
+    assert_eq!(error, want);
+}

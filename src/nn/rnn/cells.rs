@@ -93,6 +93,10 @@ macro_rules! cells {
             }
 
             fn set_training(&self, _training: bool) {}
+
+            fn shallow_clone(&self) -> $name {
+                $name { cell: self.cell.handle(), ..*self }
+            }
         }
     )* };
 }

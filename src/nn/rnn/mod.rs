@@ -135,6 +135,10 @@ macro_rules! layers {
             fn set_training(&self, training: bool) {
                 self.0.mode.switch(training);
             }
+
+            fn shallow_clone(&self) -> $name {
+                $name(self.0.handle())
+            }
         }
     )* };
 }

@@ -5,7 +5,7 @@ use super::packed::PackedSequence;
 use super::pass::Pass;
 use super::schedule::Schedule;
 use super::step::{Cell, Sizes, Step};
-use crate::nn::{Mode, Role};
+use crate::nn::{Mode, Part, Role};
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Shape, Tensor};
 
@@ -36,6 +36,12 @@ impl Stack {
         let sizes = Self::sizes(op, step, [input, hidden], options)?;
         let cell = |input: usize| Cell::new(op, step, Sizes { input, ..sizes }, options.bias, at);
         Stack::of(step, sizes, options, cell)
+    }
+
+    /// Another handle on the parameters.
+    pub(super) fn handle(&self) -> Stack {
+        let layers = self.layers.iter().map(|cells| cells.iter().map(Cell::handle).collect()).collect();
+        Stack { layers, mode: self.mode.handle(), ..*self }
     }
 
     /// A stack of parameters that are there.

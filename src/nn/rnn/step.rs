@@ -127,6 +127,17 @@ impl Cell {
         self.weight_hr.show(&name("weight_hr"), visitor);
     }
 
+    /// Another handle on the parameters.
+    pub(super) fn handle(&self) -> Cell {
+        Cell {
+            weight_ih: self.weight_ih.handle(),
+            weight_hh: self.weight_hh.handle(),
+            bias_ih: self.bias_ih.handle(),
+            bias_hh: self.bias_hh.handle(),
+            weight_hr: self.weight_hr.handle(),
+        }
+    }
+
     /// [`visit`](Cell::visit) for who changes the tensors.
     pub(super) fn visit_mut<'a>(
         &'a mut self,

@@ -1,0 +1,66 @@
+//! Modules in boxes, whose types need not be known.
+
+use super::{BatchNorm, Module, Role};
+use crate::{Result, Tensor};
+
+/// A handle on a module of unknown type, implemented for all modules.
+#[doc(hidden)]
+pub trait BoxedHandle {
+    fn boxed_handle(&self) -> Box<dyn Module>
+    where
+        Self: 'static;
+}
+
+impl<M: Module> BoxedHandle for M {
+    fn boxed_handle(&self) -> Box<dyn Module>
+    where
+        M: 'static,
+    {
+        Box::new(self.shallow_clone())
+    }
+}
+
+macro_rules! boxed {
+    ($([$($generics:tt)*] $module:ty: $this:ident => $handle:expr;)*) => { $(
+        /// A module in a box is the module.
+        impl<$($generics)*> Module for Box<$module> {
+            fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                (**self).forward(x)
+            }
+
+            fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+                (**self).visit(prefix, visitor);
+            }
+
+            fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+                (**self).visit_mut(prefix, visitor);
+            }
+
+            fn set_training(&self, training: bool) {
+                (**self).set_training(training);
+            }
+
+            fn shallow_clone(&self) -> Self {
+                let $this = &**self;
+                $handle
+            }
+
+            fn visit_modules<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, &'a dyn Module)) {
+                (**self).visit_modules(prefix, visitor);
+            }
+
+            fn type_name(&self) -> &'static str {
+                (**self).type_name()
+            }
+
+            fn as_batch_norm(&self) -> Option<&BatchNorm> {
+                (**self).as_batch_norm()
+            }
+        }
+    )* };
+}
+
+boxed! {
+    [M: Module] M: module => Box::new(module.shallow_clone());
+    [] dyn Module: module => module.boxed_handle();
+}
