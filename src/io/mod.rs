@@ -4,7 +4,8 @@
 //! [`state_dict`](crate::nn::Module::state_dict), whose names are PyTorch's. [`save_checkpoint`] and [`load_checkpoint`] are one
 //! call for all that a training run goes on from. Elements go between file and device in pieces, so
 //! that no tensor is ever on the heap as a whole, and views are written by their strides. Dtypes are kept: npy has no
-//! bf16, and keeps its bits as ml_dtypes does (`<V2`).
+//! bf16, and keeps its bits as ml_dtypes does (`<V2`). Elements of a dtype that claystone lacks (i8, u16, f8, complex numbers, text)
+//! are read as their bytes: u8 with one more dim, `[.., bytes of an element]`, or `[bytes]` where an element has no whole bytes.
 //!
 //! An error names the file, the tensor and what is wrong with it. What a file says about itself is believed as far as it has
 //! the bytes: reading takes little more memory than the tensors that are really in it, and a file that is damaged takes
@@ -61,7 +62,8 @@ pub fn save(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
 /// Reads the tensors of a file, `.safetensors` or `.npz` by its name, to `device`, in the file's order.
 ///
 /// # Errors
-/// As [`save`]; a dtype that claystone does not have; an archive that is far larger unpacked ([`read_npz`]).
+/// As [`save`]; an archive that is far larger unpacked ([`read_npz`]). The error for a file of PyTorch's pickle (`.bin`, `.pt`,
+/// `.pth`, `.ckpt`) has the line of Python that converts it.
 #[track_caller]
 pub fn load(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     let path = path.as_ref();
@@ -69,8 +71,22 @@ pub fn load(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
         "safetensors" => read_safetensors(path, device),
         "npz" => read_npz(path, device),
         "npy" => Err(fail("load", path, "an .npy file has one tensor without a name: use read_npy()")),
+        "bin" | "pt" | "pth" | "ckpt" => Err(fail("load", path, format!("{PICKLE} {}", conversion(path)))),
         _ => Err(fail("load", path, "the name ends in neither .safetensors nor .npz")),
     }
+}
+
+const PICKLE: &str =
+    "a pickle of PyTorch's, which Python alone can read safely: convert it once, after `pip install safetensors`, with";
+
+/// The shell's line that converts a file of `torch.save` to safetensors.
+fn conversion(path: &Path) -> String {
+    let (from, to) = (path.display(), path.with_extension("safetensors"));
+    format!(
+        "python -c 'import torch, safetensors.torch as s; t = torch.load(\"{from}\", \"cpu\", weights_only=True); \
+         s.save_file({{k: v.clone().contiguous() for k, v in t.items()}}, \"{}\")'",
+        to.display()
+    )
 }
 
 fn extension(path: &Path) -> &str {
@@ -137,15 +153,15 @@ fn shape_of(sizes: impl ExactSizeIterator<Item = u64>) -> Result<Shape> {
     sizes.filter(fits).ok_or_else(|| wrong("its sizes are too large"))
 }
 
-/// A tensor of the bytes that `from` gives next, in reverse in each element where `swapped`. `available` is how many bytes it
-/// has: what is shorter than its shape asks for no memory.
+/// A tensor of the bytes that `from` gives next, each `swapped` of them in reverse. `available` is how many bytes there are: a
+/// stream that is shorter than the shape asks for no memory.
 fn read_elements(
     from: &mut dyn Read,
     available: Option<u64>,
     shape: Shape,
     dtype: DType,
     device: Device,
-    swapped: bool,
+    swapped: usize,
 ) -> Result<Tensor> {
     let bytes = (shape.numel() * dtype.size()) as u64;
     let Some(available) = available else {
@@ -158,12 +174,12 @@ fn read_elements(
         return Err(unread(io::ErrorKind::UnexpectedEof.into()));
     }
     match swapped {
-        true => Tensor::read_from(&mut Swapped { from, size: dtype.size() }, shape, (dtype, device)),
-        false => Tensor::read_from(from, shape, (dtype, device)),
+        0 | 1 => Tensor::read_from(from, shape, (dtype, device)),
+        size => Tensor::read_from(&mut Swapped { from, size }, shape, (dtype, device)),
     }
 }
 
-/// Reverses the bytes of each element. It is asked for whole elements.
+/// Reverses each `size` bytes, a power of two up to 16. Callers read multiples of that.
 struct Swapped<'a> {
     from: &'a mut dyn Read,
     size: usize,

@@ -22,8 +22,7 @@ use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
 /// ```
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the file's name: one that is not there, or no npy, or of a dtype that claystone does not
-/// have; [`crate::Error::OutOfMemory`].
+/// [`crate::Error::Invalid`] with the file's name: one that is not there, or no npy; [`crate::Error::OutOfMemory`].
 #[track_caller]
 pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
     let _caller = Caller::enter();
@@ -47,13 +46,23 @@ pub fn write_npy(path: impl AsRef<Path>, tensor: &Tensor) -> Result<()> {
 pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: Device) -> Result<Tensor> {
     let (text, length) = header_text(&mut from)?;
     let available = available.map(|available| available.saturating_sub(length));
-    let Header { dtype, swapped, fortran, sizes } = Header::parse(&text)?;
-    if !fortran {
-        return read_elements(&mut from, available, shape_of(sizes.into_iter())?, dtype, device, swapped);
+    let Header { descr, fortran, mut sizes } = Header::parse(&text)?;
+    let Some(Elements { dtype, bytes, swapped }) = Elements::of(descr) else {
+        // Objects are a pickle, and records have fields: all bytes as they are.
+        let all = available.ok_or_else(|| unknown(descr))?;
+        return read_elements(&mut from, available, shape_of([all].into_iter())?, DType::U8, device, 0);
+    };
+    if fortran {
+        sizes.reverse();
     }
-    let transposed = read_elements(&mut from, available, shape_of(sizes.into_iter().rev())?, dtype, device, swapped)?;
-    let dims: Vec<isize> = (0..transposed.rank() as isize).rev().collect();
-    transposed.permute(&dims)
+    let rank = sizes.len() as isize;
+    sizes.extend(bytes);
+    let read = read_elements(&mut from, available, shape_of(sizes.into_iter())?, dtype, device, swapped)?;
+    if !fortran {
+        return Ok(read);
+    }
+    let dims: Vec<isize> = (0..rank).rev().chain(rank..read.rank() as isize).collect();
+    read.permute(&dims)
 }
 
 /// Headers are no longer than this in version 1 of the format; the others need no more for a dtype and a shape.
@@ -94,18 +103,48 @@ const ELEMENTS: [(DType, &str); 9] = [
     (DType::Bool, "b1"),
 ];
 
-struct Header {
+/// How the elements of an array are read.
+struct Elements {
     dtype: DType,
-    /// The highest byte comes first.
-    swapped: bool,
+    /// The bytes of an element of a dtype that claystone lacks, which become one more dim.
+    bytes: Option<u64>,
+    /// The number of bytes that are in reverse together, where the highest byte comes first.
+    swapped: usize,
+}
+
+impl Elements {
+    /// Reads a `descr` such as `<f4`; None if the text does not say how many bytes an element has.
+    fn of(descr: &str) -> Option<Elements> {
+        let (order, element) =
+            descr.split_at_checked(1).filter(|(order, _)| matches!(*order, "<" | ">" | "|" | "="))?;
+        let swapped = |unit: usize| if order == ">" { unit } else { 0 };
+        if let Some(&(dtype, _)) = ELEMENTS.iter().find(|(_, name)| *name == element) {
+            return Some(Elements { dtype, bytes: None, swapped: swapped(dtype.size()) });
+        }
+        let (kind, size) = element.split_at_checked(1)?;
+        let size: u64 = size.split('[').next()?.parse().ok()?; // dates have their unit in brackets
+        let (bytes, unit) = match kind {
+            "U" => (size.checked_mul(4)?, 4), // characters
+            "c" => (size, size / 2),
+            "i" | "u" | "f" | "M" | "m" => (size, size),
+            _ => (size, 0),
+        };
+        let unit = swapped(usize::try_from(unit).ok().filter(|&unit| unit <= 16)?);
+        let fits = unit == 0 || unit.is_power_of_two(); // so that no element is in two pieces of a stream
+        fits.then_some(Elements { dtype: DType::U8, bytes: Some(bytes), swapped: unit })
+    }
+}
+
+struct Header<'a> {
+    descr: &'a str,
     /// The first dim's elements are beside each other.
     fortran: bool,
     sizes: Vec<u64>,
 }
 
-impl Header {
+impl Header<'_> {
     /// Reads a dict of `descr`, `fortran_order` and `shape`, in any order.
-    fn parse(text: &str) -> Result<Header> {
+    fn parse(text: &str) -> Result<Header<'_>> {
         let malformed = || wrong(format!("its header is not one of an array: {}", Excerpt(text.trim())));
         let (mut descr, mut fortran, mut sizes) = (None, None, None);
         let mut rest =
@@ -114,8 +153,10 @@ impl Header {
             let (key, value) = string(rest).ok_or_else(malformed)?;
             let value = value.trim_start().strip_prefix(':').ok_or_else(malformed)?.trim_start();
             let after = match key {
-                // A list of the dtypes of fields, which may have commas of their own: quoted to the end.
-                "descr" if value.starts_with('[') => return Err(unknown(value)),
+                // A list of the dtypes of fields, which may have commas of their own: nothing after it counts.
+                "descr" if value.starts_with('[') => {
+                    return Ok(Header { descr: value, fortran: false, sizes: Vec::new() });
+                }
                 "descr" => string(value).map(|(name, after)| (descr = Some(name), after).1),
                 "fortran_order" => boolean(value).map(|(is, after)| (fortran = Some(is), after).1),
                 "shape" => tuple(value).map(|(list, after)| (sizes = Some(list), after).1),
@@ -129,13 +170,7 @@ impl Header {
             };
         }
         let (Some(descr), Some(fortran), Some(sizes)) = (descr, fortran, sizes) else { return Err(malformed()) };
-        let (order, element) = descr.split_at_checked(1).ok_or_else(|| unknown(descr))?;
-        let known = ELEMENTS.iter().find(|(_, name)| *name == element);
-        let dtype = known.ok_or_else(|| unknown(descr))?.0;
-        match order {
-            "<" | ">" | "|" | "=" => Ok(Header { dtype, swapped: order == ">", fortran, sizes }),
-            _ => Err(unknown(descr)),
-        }
+        Ok(Header { descr, fortran, sizes })
     }
 }
 

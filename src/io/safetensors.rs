@@ -8,9 +8,11 @@ use std::path::Path;
 
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
-use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use serde::Deserialize;
+use serde::de::value::StrDeserializer;
+use serde::de::{Deserializer, Error as _, IntoDeserializer, MapAccess, Visitor};
 
-use super::{StateDict, create, fail, fail_in, finish, located, open, read_elements, shape_of, wrong};
+use super::{StateDict, create, fail, fail_in, finish, located, open, read_elements, shape_of};
 use crate::storage::{Caller, MappedFile};
 use crate::{DType, Device, Excerpt, Result, Shape, Tensor};
 
@@ -20,8 +22,8 @@ const HEADER: u64 = 100_000_000;
 /// The tensors of a safetensors file, on `device`, in the file's order. [`SafeTensors`] reads some of them from a mapping.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] with the file's name, and the tensor's where it is one: a file that is not there, or damaged, or
-/// has a dtype that claystone does not have; [`crate::Error::OutOfMemory`].
+/// [`crate::Error::Invalid`] with the file's name, and the tensor's where it is one: a file that is not there, or damaged;
+/// [`crate::Error::OutOfMemory`].
 #[track_caller]
 pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     let _caller = Caller::enter();
@@ -39,7 +41,7 @@ pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateD
     let read = |name: String| {
         let info = header.info(&name).expect("a name of its own");
         let tensor = type_of(info)
-            .and_then(|(dtype, shape)| read_elements(&mut file, Some(bytes_of(info)), shape, dtype, device, false));
+            .and_then(|(dtype, shape)| read_elements(&mut file, Some(bytes_of(info)), shape, dtype, device, 0));
         Ok((name.clone(), tensor.map_err(|e| located(e, op, path, Some(&name)))?))
     };
     header.offset_keys().into_iter().map(read).collect()
@@ -72,6 +74,27 @@ fn bytes_of(info: &TensorInfo) -> u64 {
     (info.data_offsets.1 - info.data_offsets.0) as u64
 }
 
+/// A tensor in the header, of whatever dtype.
+#[derive(Deserialize)]
+struct Info {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: (usize, usize),
+}
+
+impl Info {
+    /// A dtype that the format's library does not know is one of bytes.
+    fn known(self) -> TensorInfo {
+        let (start, end) = self.data_offsets;
+        let name: StrDeserializer<'_, serde::de::value::Error> = self.dtype.as_str().into_deserializer();
+        let (dtype, shape) = match Dtype::deserialize(name) {
+            Ok(dtype) => (dtype, self.shape),
+            Err(_) => (Dtype::U8, vec![end.saturating_sub(start)]),
+        };
+        TensorInfo { dtype, shape, data_offsets: self.data_offsets }
+    }
+}
+
 /// The tensors of a header by name. The library's own reader first keeps each value in a form of many times its size.
 struct Infos(HashMap<String, TensorInfo>);
 
@@ -93,7 +116,7 @@ impl<'de> Deserialize<'de> for Infos {
                         continue;
                     }
                     match tensors.entry(name) {
-                        Entry::Vacant(entry) => _ = entry.insert(map.next_value()?),
+                        Entry::Vacant(entry) => _ = entry.insert(map.next_value::<Info>()?.known()),
                         Entry::Occupied(entry) => {
                             let name = Excerpt(entry.key());
                             return Err(A::Error::custom(format_args!("tensor {name} is there twice")));
@@ -151,14 +174,17 @@ fn dtype_in_file(dtype: DType) -> Dtype {
     DTYPES.iter().find(|(own, _)| *own == dtype).expect("all dtypes are in the table").1
 }
 
-fn dtype_of(dtype: Dtype) -> Result<DType> {
-    let known = DTYPES.iter().find(|(_, in_file)| *in_file == dtype);
-    known.map(|(own, _)| *own).ok_or_else(|| wrong(format!("its dtype {dtype:?} is none of claystone's")))
-}
-
-/// What a header says of a tensor, as ours.
+/// The dtype and shape that a tensor is read with: the bytes of its elements, in one more dim, where claystone lacks its dtype.
 fn type_of(info: &TensorInfo) -> Result<(DType, Shape)> {
-    Ok((dtype_of(info.dtype)?, shape_of(info.shape.iter().map(|&d| d as u64))?))
+    let sizes: Vec<u64> = info.shape.iter().map(|&d| d as u64).collect();
+    let (dtype, sizes) = match DTYPES.iter().find(|(_, in_file)| *in_file == info.dtype) {
+        Some(&(own, _)) => (own, sizes),
+        None if info.dtype.bitsize() % 8 == 0 => {
+            (DType::U8, sizes.into_iter().chain([info.dtype.bitsize() as u64 / 8]).collect())
+        }
+        None => (DType::U8, vec![bytes_of(info)]),
+    };
+    Ok((dtype, shape_of(sizes.into_iter())?))
 }
 
 /// The tensors of a mapped safetensors file: each goes from the file's pages straight to the device, and only those that
@@ -195,8 +221,7 @@ impl<'a> SafeTensors<'a> {
     /// The tensor of this name, on `device`.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] with the file's name and the tensor's: there is none, or its dtype is not claystone's;
-    /// [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::Invalid`] with the file's name and the tensor's where there is none; [`crate::Error::OutOfMemory`].
     #[track_caller]
     pub fn get(&self, name: &str, device: Device) -> Result<Tensor> {
         let _caller = Caller::enter();

@@ -2,7 +2,7 @@
 
 use indexmap::IndexMap;
 
-use crate::{Error, Excerpt, Result, Tensor};
+use crate::{DType, Error, Excerpt, Result, Tensor};
 
 /// Tensors by name, in order: what [`crate::nn::Module::state_dict`] and [`crate::optim::Optimizer::state_dict`] give. Those
 /// share memory with what they were taken of; a clone has memory of its own, and so stays what it was.
@@ -151,10 +151,13 @@ impl StateDict {
             Some(own) if own.shape() != t.shape() => {
                 let (wanted, given) = (t.shape(), own.shape());
                 let name = if name.is_empty() { "it" } else { name };
-                let reason = format!(
-                    "{} has shape {wanted} here and {given} in the state: give both the same sizes",
-                    Excerpt(name)
-                );
+                let are_bytes =
+                    own.dtype() == DType::U8 && given.dims().split_last().is_some_and(|(_, d)| d == wanted.dims());
+                let remedy = match are_bytes {
+                    true => "bytes of a dtype that claystone lacks have one more dim: convert them first",
+                    false => "give both the same sizes",
+                };
+                let reason = format!("{} has shape {wanted} here and {given} in the state: {remedy}", Excerpt(name));
                 Err(Error::invalid(op, reason))
             }
             _ => Ok(()),

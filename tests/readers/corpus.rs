@@ -36,7 +36,11 @@ pub fn of(name: &str) -> Vec<Vec<u8>> {
         "npz" => {
             vec![written("x.npz"), zip(CompressionMethod::Deflated, &npys()), zip(CompressionMethod::Stored, &npys())]
         }
-        "safetensors" | "mapped" => vec![written("x.safetensors")],
+        "safetensors" | "mapped" => {
+            let odd = r#"{"a":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[0,3]},"b":{"dtype":"NEW","shape":[9],"data_offsets":[3,4]}}"#;
+            let odd = [&(odd.len() as u64).to_le_bytes()[..], odd.as_bytes(), &[1, 2, 3, 4]].concat();
+            vec![written("x.safetensors"), odd]
+        }
         "pickle" => vec![snapshot().to_pickle().unwrap(), PYTORCH.to_vec(), shared(3, 4)],
         "json" => vec![snapshot().to_json().unwrap().into_bytes()],
         "profile" => texts(&[PROFILE]),
@@ -90,6 +94,9 @@ fn npys() -> Vec<Vec<u8>> {
         npy(1, turned, &[7; 24]),
         npy(2, halves, &[1; 4]),
         npy(3, &literal("()"), &[1]),
+        npy(1, "{'descr': '>c16', 'fortran_order': True, 'shape': (2, 1), }", &[7; 32]),
+        npy(1, "{'descr': '<U3', 'fortran_order': False, 'shape': (2,), }", &[7; 24]),
+        npy(1, "{'descr': '|O', 'fortran_order': False, 'shape': (2,), }", &[7; 9]),
         npy(1, &literal("(30000,)"), &[0; 30000]),
     ]
 }
