@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use claystone::nn::{Embedding, Forward, LayerNorm, Module, init};
+use claystone::nn::{self, Embedding, Forward, LayerNorm, Module, init};
 use claystone::ops::{Attention, Expr};
 use claystone::{DType, Device, Error, Result, Tensor, io};
 
@@ -150,7 +150,7 @@ impl Gpt2 {
 
     /// The model of a safetensors file, whose shapes say all but the number of heads; they are 64 wide in OpenAI's models.
     pub fn load(path: &Path, heads: Option<usize>, at: (DType, Device)) -> Result<Gpt2> {
-        let state = io::load(path, Device::Cpu)?.strip_prefix("transformer");
+        let state = io::load(path, at.1)?.strip_prefix("transformer");
         let missing = |name: &str| Error::invalid("gpt2", format!("{} has no {name}", path.display()));
         let dims = |name: &str| match state.get(name).map(|t| t.shape().dims()) {
             Some(&[rows, columns]) => Ok((rows, columns)),
@@ -159,9 +159,9 @@ impl Gpt2 {
         let ((vocabulary, width), (context, _)) = (dims("wte.weight")?, dims("wpe.weight")?);
         let layers = (0..).take_while(|i| state.get(&format!("h.{i}.ln_1.weight")).is_some()).count();
         let heads = heads.unwrap_or(width.div_ceil(64));
-        let gpt = Gpt2::new(Sizes { vocabulary, context, width, layers, heads }, at)?;
+        let mut gpt = nn::uninit(|| Gpt2::new(Sizes { vocabulary, context, width, layers, heads }, at))?;
         // Files have causal masks and the projection besides, which is the embedding.
-        match gpt.load_state_dict(&state, false)?.missing_keys.first() {
+        match gpt.assign_state_dict(state, false)?.missing_keys.first() {
             Some(name) => Err(missing(name)),
             None => Ok(gpt),
         }

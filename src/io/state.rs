@@ -35,6 +35,11 @@ impl StateDict {
         self.entries.get(name)
     }
 
+    /// Takes the entry of this name out (PyTorch's `state.pop(name, None)`); the others keep their order.
+    pub fn remove(&mut self, name: &str) -> Option<Tensor> {
+        self.entries.shift_remove(name)
+    }
+
     /// The names, in order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.entries.keys().map(|name| &name[..])

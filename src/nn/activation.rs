@@ -103,6 +103,11 @@ impl PRelu {
         let _caller = Caller::enter();
         Ok(PRelu { weight: Tensor::full(&[num_parameters], init, options)?.requires_grad_(true)? })
     }
+
+    /// The slopes, `[num_parameters]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
 }
 
 impl Module for PRelu {

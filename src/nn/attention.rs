@@ -73,6 +73,21 @@ impl MultiheadAttention {
         })
     }
 
+    /// The weight of the projections of queries, keys and values, `[3 E, E]` (PyTorch's `in_proj_weight`).
+    pub fn weight(&self) -> &Tensor {
+        &self.in_proj_weight
+    }
+
+    /// The bias of the projections of queries, keys and values, `[3 E]` (PyTorch's `in_proj_bias`).
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.in_proj_bias.as_ref()
+    }
+
+    /// The projection of what the heads give (PyTorch's `out_proj`).
+    pub fn out_proj(&self) -> &Linear {
+        &self.out_proj
+    }
+
     /// Without the biases.
     pub fn without_bias(self) -> MultiheadAttention {
         MultiheadAttention { in_proj_bias: None, out_proj: self.out_proj.without_bias(), ..self }

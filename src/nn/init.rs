@@ -147,7 +147,11 @@ pub fn orthogonal_(t: &Tensor, gain: f64) -> Result<()> {
     let outputs = t.shape().dims()[0];
     let inputs = t.numel().checked_div(outputs).unwrap_or(0);
     let (count, length) = (outputs.min(inputs), outputs.max(inputs));
-    let random = no_grad(|| Tensor::randn([count, length], t.device())?.to_vec::<f32>())?;
+    let random = no_grad(|| Tensor::randn([count, length], t.device()))?;
+    if random.is_uninit() {
+        return no_grad(|| t.copy_(&random.reshape(t.shape())?).map(|_| ()));
+    }
+    let random = random.to_vec::<f32>()?;
     let mut vectors: Vec<Vec<f64>> =
         random.chunks(length.max(1)).map(|v| v.iter().map(|&x| x.into()).collect()).collect();
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();

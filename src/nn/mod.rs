@@ -6,6 +6,7 @@
 //! ([`Tensor::mse_loss`], [`Tensor::cross_entropy`]).
 
 mod activation;
+mod assign;
 mod attention;
 mod averaged;
 mod boxed;
@@ -43,6 +44,7 @@ pub use norm::{
 
 #[doc(hidden)]
 pub use crate::io::joined;
+pub use crate::storage::uninit;
 #[doc(hidden)]
 pub use part::field_name;
 pub use part::{Buffer, Mode, Part, Role};
@@ -67,7 +69,7 @@ use std::collections::HashSet;
 use self::replace::{replace, replace_each};
 use crate::autograd::checkpoint;
 use crate::storage::Caller;
-use crate::{DType, Device, Error, MemoryFormat, Result, Tensor, for_each_part, no_grad};
+use crate::{DType, Device, Error, Excerpt, MemoryFormat, Result, Tensor};
 
 /// A layer or a network: a function of one tensor with parameters. [`Forward`] is for other inputs.
 ///
@@ -318,17 +320,37 @@ pub trait Module: BoxedHandle + Send + Sync {
     /// where the device fails after some were copied.
     fn load_state_dict(&self, state: &StateDict, strict: bool) -> Result<IncompatibleKeys> {
         let (op, own) = ("load_state_dict", self.state_dict());
-        if strict {
-            state.check_against(op, &own)?;
+        let keys = assign::check(op, &own, state, strict)?;
+        if let Some((name, _)) = own.iter().find(|(name, t)| t.is_uninit() && state.get(name).is_some()) {
+            let reason = format!("{} was made in nn::uninit and has no memory: use assign_state_dict", Excerpt(name));
+            return Err(Error::invalid(op, reason));
         }
-        own.iter().try_for_each(|(name, t)| state.check_shape(op, name, t))?;
-        no_grad(|| {
-            for_each_part(op, own.iter(), |(name, t)| match state.get(name) {
-                Some(value) => t.copy_(&value.detach().to_dtype(t.dtype())?.to_device(t.device())?).map(|_| ()),
-                None => Ok(()),
-            })
-        })?;
-        Ok(state.compared_with(&own))
+        assign::copy(op, &own, state)?;
+        Ok(keys)
+    }
+
+    /// [`Module::load_state_dict`] that takes the tensors of `state` over where the module's were made in [`uninit`](fn@uninit)
+    /// (PyTorch's `load_state_dict(assign=True)`). A tensor of another dtype or device is converted, and one that has other
+    /// handles is copied; the rest is not, so that the weights are in memory once.
+    ///
+    /// ```
+    /// use claystone::nn::{self, Linear, Module};
+    /// use claystone::{DType, Device, io};
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("layer.safetensors");
+    /// io::save(&path, &Linear::new(3, 2, Device::Cpu)?.state_dict())?;
+    /// let mut layer = nn::uninit(|| Linear::new(3, 2, (DType::BF16, Device::Cpu)))?;
+    /// layer.assign_state_dict(io::load(&path, Device::Cpu)?, true)?;
+    /// assert_eq!(layer.weight().dtype(), DType::BF16);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Module::load_state_dict`], and [`crate::Error::OutOfMemory`]. What is missing where not strict stays without values,
+    /// and its use is an error that names it.
+    fn assign_state_dict(&mut self, state: StateDict, strict: bool) -> Result<IncompatibleKeys> {
+        let own = self.state_dict();
+        assign::assign("assign_state_dict", own, state, strict, |f| self.visit_mut("", &mut |name, _, t| f(name, t)))
     }
 
     /// Moves all tensors to a device, gradients too. An optimiser of the parameters goes on with them there, and its state
@@ -400,6 +422,9 @@ impl<M: Module> Stateful for M {
     }
 
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-        Module::load_state_dict(self, state, true).map(|_| ())
+        let state = state.iter().map(|(name, t)| (name.to_string(), t.detach())).collect();
+        let own = Module::state_dict(self);
+        assign::assign("load_state_dict", own, state, true, |f| self.visit_mut("", &mut |name, _, t| f(name, t)))
+            .map(|_| ())
     }
 }

@@ -77,6 +77,26 @@ impl BatchNorm {
         *self.trained_by.lock().unwrap_or_else(PoisonError::into_inner) = Some(f);
     }
 
+    /// The weight, `[channels]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias, `[channels]`.
+    pub fn bias(&self) -> &Tensor {
+        &self.bias
+    }
+
+    /// The running mean, `[channels]`.
+    pub fn running_mean(&self) -> &Tensor {
+        &self.running_mean.0
+    }
+
+    /// The running variance, `[channels]`.
+    pub fn running_var(&self) -> &Tensor {
+        &self.running_var.0
+    }
+
     /// With another momentum: how far the running statistics move towards a batch's.
     pub fn with_momentum(self, momentum: f64) -> BatchNorm {
         BatchNorm { momentum, ..self }
@@ -200,6 +220,16 @@ impl InstanceNorm {
         })
     }
 
+    /// The weight, `[channels]`, of a layer [with one](InstanceNorm::with_affine).
+    pub fn weight(&self) -> Option<&Tensor> {
+        self.weight.as_ref()
+    }
+
+    /// The bias, `[channels]`, of a layer [with one](InstanceNorm::with_affine).
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+
     /// With another momentum: how far the running statistics move towards a batch's.
     pub fn with_momentum(self, momentum: f64) -> InstanceNorm {
         InstanceNorm { momentum, ..self }
@@ -267,6 +297,16 @@ impl LayerNorm {
         Ok(LayerNorm { weight, bias, shape: shape.to_vec(), eps: 1e-5 })
     }
 
+    /// The weight, of the normalised shape.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias, of the normalised shape.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+
     /// Without the bias.
     pub fn without_bias(self) -> LayerNorm {
         LayerNorm { bias: None, ..self }
@@ -308,6 +348,16 @@ impl GroupNorm {
         Ok(GroupNorm { weight: ones(&[channels], options)?, bias: zeros(&[channels], options)?, groups, eps: 1e-5 })
     }
 
+    /// The weight, `[channels]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias, `[channels]`.
+    pub fn bias(&self) -> &Tensor {
+        &self.bias
+    }
+
     /// With another number added to the variance.
     pub fn with_eps(self, eps: f64) -> GroupNorm {
         GroupNorm { eps, ..self }
@@ -340,6 +390,11 @@ impl RmsNorm {
     pub fn new(shape: &[usize], options: impl Into<TensorOptions>) -> Result<RmsNorm> {
         let _caller = Caller::enter();
         Ok(RmsNorm { weight: ones(shape, options.into())?, shape: shape.to_vec(), eps: None })
+    }
+
+    /// The weight, of the normalised shape.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
     }
 
     /// With this number added to the mean square.

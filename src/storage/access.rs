@@ -68,6 +68,7 @@ pub(crate) fn with_host<R>(
         guards.push(match write {
             true => Guard::Write(lock.write().unwrap_or_else(PoisonError::into_inner)),
             false => Guard::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
+            allocation.check_memory()?;
         });
         if let Some(pinned) = allocation.pinned() {
             pinned.check(write)?;
@@ -178,6 +179,7 @@ impl Storage {
     }
 
     /// [`read`](Self::read) to what is of this pinned memory, if any.
+        self.check_memory()?;
     fn read_to(&self, offset: usize, dst: &mut [u8], pinned: Option<&PinnedBytes>) -> Result<()> {
         let range = self.range("read", offset, dst.len())?;
         if dst.is_empty() {

@@ -7,7 +7,7 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, OnceLock, RwLock};
 
 use super::allocator::Allocator;
 use super::attachment::{self, Attachment};
@@ -145,8 +145,7 @@ impl Storage {
         Ok((place.buffer().mem(), place.offset()))
     }
 
-    /// `bytes` bytes with unspecified (but initialised) contents, unless the configuration asks for some. Zero bytes touch
-    /// no driver.
+    /// Allocates `bytes` bytes, initialised to what the configuration says, or to anything.
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
         if bytes == 0 {
             return Ok(Storage::new(device, 0, Backing::Empty));
@@ -275,6 +274,7 @@ pub struct Allocation {
 pub(super) enum Backing {
     /// There are no bytes.
     Empty,
+    Uninit(OnceLock<Box<str>>), // no memory; the name of the parameter that is to be loaded, if known
     Host(Lease),
     /// Host memory that came with a vector, is pinned, or is somebody else's.
     Adopted(Box<Adopted>), // rare, and so large that all others would be moved at the length of it
@@ -334,7 +334,7 @@ impl Allocation {
     /// The block; `None` for an empty allocation and for one that was taken over from the host.
     pub fn block(&self) -> Option<&Block> {
         match &self.backing {
-            Backing::Empty | Backing::Adopted(_) => None,
+            Backing::Empty | Backing::Uninit(_) | Backing::Adopted(_) => None,
             Backing::Host(lease) | Backing::OpenCl(_, lease) => Some(&lease.block),
         }
     }
@@ -342,7 +342,7 @@ impl Allocation {
     /// Whether other code may change the bytes without being seen: it was given the buffer, or made it.
     pub(super) fn is_shared_outside(&self) -> bool {
         match &self.backing {
-            Backing::Empty | Backing::Host(_) => false,
+            Backing::Empty | Backing::Uninit(_) | Backing::Host(_) => false,
             Backing::Adopted(_) => true,
             Backing::OpenCl(_, lease) => {
                 lease.block.slot().is_exported() || (lease.allocator() as &dyn Any).is::<Imported>()
@@ -366,7 +366,7 @@ impl Allocation {
         match &self.backing {
             Backing::Host(lease) => Some(&lease.block.slot().lock),
             Backing::Adopted(adopted) => Some(&adopted.lock),
-            Backing::Empty | Backing::OpenCl(..) => None,
+            Backing::Empty | Backing::Uninit(_) | Backing::OpenCl(..) => None,
         }
     }
 
@@ -386,7 +386,7 @@ impl Allocation {
                 _ => nowhere, // set_allocator lets no other driver's allocator in
             },
             Backing::Adopted(adopted) => (adopted.memory.start(), self.size),
-            Backing::Empty | Backing::OpenCl(..) => nowhere,
+            Backing::Empty | Backing::Uninit(_) | Backing::OpenCl(..) => nowhere,
         }
     }
 }

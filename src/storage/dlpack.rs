@@ -44,6 +44,7 @@ impl Storage {
         let Some((_, described)) = DTYPES.into_iter().find(|(known, _)| *known == dtype) else {
             return fail(format!("DLPack has no {dtype}"));
         };
+        self.check_memory()?;
         if let Some(block) = self.allocation().block() {
             block.export();
         }

@@ -35,6 +35,7 @@ impl<T: Element> ExclusiveHost<T> {
     /// handle. [`Error::DeviceLost`] where a transfer may still be using them; where they are to be mapped, what a kernel found
     /// wrong and what the driver refuses.
     pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<ExclusiveHost<T>> {
+        storage.check_memory()?;
         let is_host_buffer = storage.is_host_buffer();
         if storage.device() != Device::Cpu && !is_host_buffer || alone(&mut storage.0).is_none() {
             return Err(Error::invalid(op, format!("{storage:?} are not one handle's alone")));

@@ -45,6 +45,7 @@ mod stats;
 #[cfg(test)]
 mod tests;
 mod unsplit;
+mod uninit;
 
 pub(crate) use access::{with_few, with_host};
 pub use allocation::{Allocation, Storage};
@@ -82,3 +83,5 @@ pub use segment::Segment;
 #[cfg(feature = "mpi")]
 pub(crate) use shared_memory::SharedMemory;
 pub use stats::{DeviceStats, PoolStats, Stat};
+pub(crate) use uninit::is_uninit_scope;
+pub use uninit::uninit;

@@ -20,7 +20,7 @@ impl Tensor {
         match options.dtype {
             // Not every byte is a bool.
             DType::Bool => Tensor::zeros(shape, options),
-            dtype => Tensor::empty_like_shape(shape, dtype, options.device),
+            dtype => Tensor::factory(Layout::contiguous(shape.into()), dtype, options.device),
         }
     }
 
@@ -41,7 +41,11 @@ impl Tensor {
         let _caller = Caller::enter();
         let TensorOptions { dtype, device } = options.into();
         let layout = Layout::contiguous(shape.into());
-        let storage = Storage::alloc_zeroed(device, layout.shape.bytes(dtype.size()))?;
+        let bytes = layout.shape.bytes(dtype.size());
+        let storage = match Storage::uninit(device, bytes)? {
+            Some(storage) => storage,
+            None => Storage::alloc_zeroed(device, bytes)?,
+        };
         Ok(Tensor::new(storage, layout, dtype))
     }
 
@@ -76,7 +80,10 @@ impl Tensor {
         let _caller = Caller::enter();
         let TensorOptions { dtype, device } = options.into();
         let value = value.into().stored("full", dtype)?;
-        let out = Tensor::empty_like_shape(shape, dtype, device)?;
+        let out = Tensor::factory(Layout::contiguous(shape.into()), dtype, device)?;
+        if out.is_uninit() {
+            return Ok(out);
+        }
         let mut pattern = [0; 8];
         let pattern = &mut pattern[..dtype.size()];
         value.encode(dtype, pattern);

@@ -26,7 +26,7 @@ pub(crate) mod window;
 use std::sync::Arc;
 
 use crate::autograd::{Group, Node};
-use crate::storage::Storage;
+use crate::storage::{Storage, is_uninit_scope};
 use crate::{DType, Device, MemoryFormat, Result, Stream};
 
 pub(crate) use crate::layout::Layout;
@@ -66,6 +66,20 @@ impl Tensor {
         let shape = shape.into();
         let storage = Storage::alloc(device, shape.bytes(dtype.size()))?;
         Ok(Tensor::new(storage, Layout::contiguous(shape), dtype))
+    }
+
+    /// As [`Tensor::empty_like_layout`]; within [`nn::uninit`](crate::nn::uninit) a tensor without memory.
+    pub(crate) fn factory(layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
+        match Storage::uninit(device, layout.shape.bytes(dtype.size()))? {
+            Some(storage) => Ok(Tensor::new(storage, layout, dtype)),
+            None => Tensor::empty_like_layout(layout, dtype, device),
+        }
+    }
+
+    /// True while writes to the tensor are to do nothing: it has no memory, and `nn::uninit` has not returned.
+    #[inline]
+    pub(crate) fn skips_writes(&self) -> bool {
+        is_uninit_scope() && self.storage.is_uninit()
     }
 
     /// As [`Tensor::empty_like_shape`], with a dense layout from the start of the storage.
@@ -155,6 +169,12 @@ impl Tensor {
     /// format and not row-major, else [`MemoryFormat::Contiguous`], whatever its strides are.
     pub fn memory_format(&self) -> MemoryFormat {
         self.layout.format()
+    }
+
+    /// True where the tensor was made in [`nn::uninit`](crate::nn::uninit) and has no values yet: it has a shape, a dtype and a
+    /// device, no memory, and reading it is an error (PyTorch's `is_meta`).
+    pub fn is_uninit(&self) -> bool {
+        self.storage.is_uninit()
     }
 
     /// The bytes beneath, which views share.

@@ -22,3 +22,4 @@ mod recurrent;
 mod schedules;
 mod steps;
 mod transformer;
+mod uninit;

@@ -53,6 +53,16 @@ macro_rules! cells {
                 Ok($name { step: $step, cell })
             }
 
+            /// The weights of the input and of the hidden state, `[gates * H, I]` and `[gates * H, H]` (PyTorch's `weight_ih`, `weight_hh`).
+            pub fn weights(&self) -> [&Tensor; 2] {
+                [&self.cell.weight_ih, &self.cell.weight_hh]
+            }
+
+            /// The biases of the same, `[gates * H]` (PyTorch's `bias_ih`, `bias_hh`).
+            pub fn biases(&self) -> Option<[&Tensor; 2]> {
+                Some([self.cell.bias_ih.as_ref()?, self.cell.bias_hh.as_ref()?])
+            }
+
             /// Without the biases.
             pub fn without_bias(self) -> $name {
                 $name { cell: Cell { bias_ih: None, bias_hh: None, ..self.cell }, ..self }

@@ -63,8 +63,10 @@ impl Tensor {
         let size = self.dtype.size();
         if self.layout.is_dense() {
             let layout = Layout::in_format(self.shape().clone(), self.memory_format());
-            let made = Tensor::empty_like_layout(layout, self.dtype, self.device());
-            if let Ok(out) = &made {
+            let made = elementwise::result_of(&[self], layout, self.dtype, self.device());
+            if let Ok(out) = &made
+                && !out.is_uninit()
+            {
                 let bytes = self.numel() * size;
                 out.storage.copy_from(0, &self.storage, self.layout.offset * size, bytes, blocking)?;
             }
@@ -122,7 +124,8 @@ impl Tensor {
 
     /// A copy of any dtype in this format, outside the graph.
     fn cast_in(&self, dtype: DType, format: MemoryFormat) -> Result<Tensor> {
-        let made = Tensor::empty_like_layout(Layout::in_format(self.shape().clone(), format), dtype, self.device());
+        let layout = Layout::in_format(self.shape().clone(), format);
+        let made = elementwise::result_of(&[self], layout, dtype, self.device());
         elementwise::filled(made, "copy", &[self], Params::default(), &IDENTITY)
     }
 
@@ -220,6 +223,9 @@ impl Tensor {
 
     /// [`Tensor::copy_`] outside the graph.
     fn copy_elements(&self, op: &'static str, src: &Tensor, non_blocking: bool) -> Result<()> {
+        if self.skips_writes() {
+            return Ok(());
+        }
         let format = self.memory_format();
         let plain = self.dtype == src.dtype
             && self.shape() == src.shape()
@@ -279,6 +285,9 @@ impl Tensor {
 
     fn write_elements(&self, op: &'static str, bytes: &[u8], non_blocking: bool) -> Result<&Tensor> {
         check_bytes(op, bytes, self.shape(), self.dtype)?;
+        if self.skips_writes() {
+            return Ok(self);
+        }
         let change = autograd::in_place(op, self, &[])?;
         if self.is_contiguous() {
             let at = self.layout.offset * self.dtype.size();

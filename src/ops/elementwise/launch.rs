@@ -9,7 +9,8 @@ use crate::backend::{self, Backend};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
-use crate::tensor::result_layout;
+use crate::storage::is_uninit_scope;
+use crate::tensor::{Layout, result_layout};
 use crate::{DType, Device, MemoryFormat, Result, Shape, Tensor};
 
 /// Calls `f` with the program of `exprs` and all that it reads, their numbers among its scalars.
@@ -30,7 +31,7 @@ pub(crate) fn apply(
     let device = same_device(op, inputs)?;
     let shape = broadcast_shape(op, inputs)?;
     let layout = result_layout(shape, inputs.iter().map(|t| &t.layout));
-    let made = out.iter().map(|&t| Tensor::empty_like_layout(layout.clone(), t, device));
+    let made = out.iter().map(|&t| result_of(inputs, layout.clone(), t, device));
     let made = made.collect::<Result<SmallVec<[Tensor; 2]>>>()?;
     let outputs: SmallVec<[&Tensor; 2]> = made.iter().collect();
     with_program(exprs, params, |program, params| {
@@ -50,6 +51,7 @@ pub(crate) fn apply_one(
 ) -> Result<Tensor> {
     with_program(slice::from_ref(expr), params, |program, params| {
         if params.seeds.is_empty()
+            && !is_uninit_scope()
             && let Some(fill) = backend::primitive(op, inputs, params.scalars, program, dtype)
         {
             let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, inputs[0].device());
@@ -93,13 +95,24 @@ fn filled_by(
 /// Room for the result of operands that are broadcast together, in their memory format.
 pub(super) fn empty_result(op: &'static str, inputs: &[&Tensor], dtype: DType, device: Device) -> Result<Tensor> {
     let layout = result_layout(broadcast_shape(op, inputs)?, inputs.iter().map(|t| &t.layout));
-    Tensor::empty_like_layout(layout, dtype, device)
+    result_of(inputs, layout, dtype, device)
+}
+
+/// Room for a result of `inputs`; none within `nn::uninit` where an input has no memory.
+pub(crate) fn result_of(inputs: &[&Tensor], layout: Layout, dtype: DType, device: Device) -> Result<Tensor> {
+    match is_uninit_scope() && inputs.iter().any(|t| t.is_uninit()) {
+        true => Tensor::factory(layout, dtype, device),
+        false => Tensor::empty_like_layout(layout, dtype, device),
+    }
 }
 
 /// The launch of formulas. Where results have their channels last, all operands are viewed so that results are row-major, which
 /// backends have the fastest kernels for. Random numbers count positions in the shape's own order.
 fn run(backend: &dyn Backend, formulas: &Formulas) -> Result<()> {
     let first = formulas.outputs[0];
+    if is_uninit_scope() && formulas.outputs.iter().all(|t| t.is_uninit()) {
+        return Ok(());
+    }
     match MemoryFormat::channels_last(first.rank()) {
         Some(_)
             if formulas.params.seeds.is_empty()

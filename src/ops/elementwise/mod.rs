@@ -15,7 +15,7 @@ use std::sync::LazyLock;
 use smallvec::SmallVec;
 
 use launch::empty_result;
-pub(crate) use launch::{apply, apply_into, apply_one, broadcast_shape, filled};
+pub(crate) use launch::{apply, apply_into, apply_one, broadcast_shape, filled, result_of};
 
 use crate::autograd::{self, InPlace, Saved};
 use crate::backend::problem::map::Params;

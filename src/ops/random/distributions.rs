@@ -33,6 +33,9 @@ impl Tensor {
     /// The formula, of these scalars and the next seed, into this tensor.
     fn draw_(&self, op: &'static str, scalars: &[Scalar], expr: Expr) -> Result<&Tensor> {
         let change = autograd::in_place(op, self, &[])?;
+        if self.skips_writes() {
+            return Ok(self);
+        }
         let drawn = next_seed(self.device())?;
         elementwise::apply_into(op, &[], drawn.params(scalars), &[expr], &[self])?;
         change.into_iter().for_each(autograd::InPlace::overwritten);

@@ -15,7 +15,7 @@ use crate::backend::problem::map::Params;
 use crate::device::capture::{self, is_capturing};
 use crate::expr::philox::{Bits, Seed};
 use crate::ops::dispatch::prelude::*;
-use crate::tensor::TensorOptions;
+use crate::tensor::{Layout, TensorOptions};
 use crate::{DType, Device, Expr, Result, Scalar, Shape, Tensor};
 
 /// Where random operations get their seeds from (PyTorch's `Generator`): a seed and the number of draws made from it. One
@@ -131,8 +131,11 @@ impl Drawn {
 }
 
 fn generate(op: &'static str, shape: Shape, options: TensorOptions, scalars: &[Scalar], expr: Expr) -> Result<Tensor> {
+    let out = Tensor::factory(Layout::contiguous(shape), options.dtype, options.device)?;
+    if out.is_uninit() {
+        return Ok(out); // without a draw
+    }
     let drawn = next_seed(options.device)?;
-    let out = Tensor::empty_like_shape(shape, options.dtype, options.device)?;
     elementwise::apply_into(op, &[], drawn.params(scalars), &[expr], &[&out])?;
     Ok(out)
 }
