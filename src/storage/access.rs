@@ -1,17 +1,18 @@
 //! Getting at the bytes: host slices under their locks, and transfers between any two storages.
 
 use std::ops::Range;
-use std::sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
 
 use super::allocation::{Allocation, Backing, Storage};
+use super::block::Borrows;
 use super::caching::caching_inside;
-use super::captured;
 use super::driver::MemoryKind;
 use super::driver::opencl::ClPlace;
 use super::driver::staging::{self, PinnedBytes};
+use super::{captured, host_borrow};
 use crate::device::capture;
 use crate::device::cpu::bulk::{copy, fill, to_vec};
 use crate::device::cpu::huge_pages::advise_huge;
@@ -29,8 +30,18 @@ const HOST_VALUES: &str = "values of the host would be there once: make the tens
 
 /// Held while slices of an allocation exist, or a transfer of its bytes is enqueued.
 enum Guard<'a> {
-    Read(#[expect(dead_code, reason = "held")] RwLockReadGuard<'a, ()>),
-    Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'a, ()>),
+    Read(#[expect(dead_code, reason = "held")] RwLockReadGuard<'a, Borrows>),
+    Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'a, Borrows>),
+}
+
+/// The lock of bytes that are to be written; an error while a closure of [`Storage::with_elements`] reads them.
+#[inline]
+fn exclusive(lock: &RwLock<Borrows>) -> Result<RwLockWriteGuard<'_, Borrows>> {
+    let guard = lock.write().unwrap_or_else(PoisonError::into_inner);
+    match guard.any() {
+        false => Ok(guard),
+        true => Err(host_borrow::refused()),
+    }
 }
 
 /// Calls `f` with the bytes of storages on the CPU device: `reads` shared, `writes` exclusive, in the order given.
@@ -56,6 +67,7 @@ pub(crate) fn with_host<R>(
             if matches!(allocation.backing, Backing::Empty) {
                 continue;
             }
+            allocation.check_memory()?;
             return Err(Error::invalid("with_host", format!("storage is on {}", allocation.device())));
         };
         if let Some((_, last_write)) = last.filter(|(last, _)| std::ptr::eq(*last, allocation)) {
@@ -66,9 +78,8 @@ pub(crate) fn with_host<R>(
         }
         last = Some((allocation, write));
         guards.push(match write {
-            true => Guard::Write(lock.write().unwrap_or_else(PoisonError::into_inner)),
+            true => Guard::Write(exclusive(lock)?),
             false => Guard::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
-            allocation.check_memory()?;
         });
         if let Some(pinned) = allocation.pinned() {
             pinned.check(write)?;
@@ -114,7 +125,7 @@ pub(crate) fn with_few<const N: usize, R>(
     if from[0] > from[N - 1] {
         order.reverse();
     }
-    let mut reading: [Option<RwLockReadGuard<()>>; N] = [const { None }; N];
+    let mut reading: [Option<RwLockReadGuard<Borrows>>; N] = [const { None }; N];
     let mut read = |before: bool| {
         for (k, &i) in order.iter().enumerate().filter(|&(_, &i)| (from[i] < to) == before) {
             let again = k > 0 && from[order[0]] == from[i];
@@ -122,7 +133,7 @@ pub(crate) fn with_few<const N: usize, R>(
         }
     };
     read(true);
-    let writing = lock.write().unwrap_or_else(PoisonError::into_inner);
+    let writing = exclusive(lock)?;
     read(false);
     // SAFETY: as in `with_host`; what is written is not among what is read.
     let slices = reads.map(|s| unsafe {
@@ -167,6 +178,7 @@ impl Storage {
             allocator.restore(&lease.block)?;
             return self.cl();
         }
+        self.check_memory()?;
         Err(Error::invalid(
             "storage",
             format!("{self:?} are not in a buffer: those of an image are read by Image::export_cl"),
@@ -179,7 +191,6 @@ impl Storage {
     }
 
     /// [`read`](Self::read) to what is of this pinned memory, if any.
-        self.check_memory()?;
     fn read_to(&self, offset: usize, dst: &mut [u8], pinned: Option<&PinnedBytes>) -> Result<()> {
         let range = self.range("read", offset, dst.len())?;
         if dst.is_empty() {
@@ -324,7 +335,7 @@ impl Storage {
         }
         let place = there.cl()?;
         let _locked = match written {
-            true => Guard::Write(lock.write().unwrap_or_else(PoisonError::into_inner)),
+            true => Guard::Write(exclusive(lock)?),
             false => Guard::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
         };
         // SAFETY: inside the storage's bytes, as was checked above.
@@ -371,7 +382,7 @@ impl Storage {
         filled
     }
 
-    fn range(&self, op: &'static str, offset: usize, bytes: usize) -> Result<Range<usize>> {
+    pub(super) fn range(&self, op: &'static str, offset: usize, bytes: usize) -> Result<Range<usize>> {
         match offset.checked_add(bytes) {
             Some(end) if end <= self.nbytes() => Ok(offset..end),
             _ => {

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock, RwLock};
 
 use super::allocator::Allocator;
 use super::attachment::{self, Attachment};
-use super::block::{ALIGNMENT, Block};
+use super::block::{ALIGNMENT, Block, Borrows};
 use super::derived::Derived;
 use super::driver::MemoryKind;
 use super::driver::host::HostMemory;
@@ -283,13 +283,13 @@ pub(super) enum Backing {
 
 /// Bytes taken over from the host. The lock is held while slices of them exist.
 pub(super) struct Adopted {
-    lock: RwLock<()>,
+    lock: RwLock<Borrows>,
     memory: Bytes,
 }
 
 impl Adopted {
     pub(super) fn new(memory: Bytes) -> Box<Adopted> {
-        Box::new(Adopted { lock: RwLock::new(()), memory })
+        Box::new(Adopted { lock: RwLock::new(Borrows::none()), memory })
     }
 }
 
@@ -362,7 +362,7 @@ impl Allocation {
     }
 
     /// What is locked while slices of the bytes exist; `None` where there are none in host memory.
-    pub(super) fn host_lock(&self) -> Option<&RwLock<()>> {
+    pub(super) fn host_lock(&self) -> Option<&RwLock<Borrows>> {
         match &self.backing {
             Backing::Host(lease) => Some(&lease.block.slot().lock),
             Backing::Adopted(adopted) => Some(&adopted.lock),
@@ -371,12 +371,12 @@ impl Allocation {
     }
 
     /// [`host_lock`](Self::host_lock), but of no pinned memory, which is to be checked under it.
-    pub(super) fn unpinned_lock(&self) -> Option<&RwLock<()>> {
+    pub(super) fn unpinned_lock(&self) -> Option<&RwLock<Borrows>> {
         self.host_lock().filter(|_| self.pinned().is_none())
     }
 
     /// The first byte and the number of bytes in host memory; no bytes, aligned all the same, elsewhere. Valid as long
-    /// as the host lock is held, or the block pinned.
+    /// as the host lock is held, or the block pinned, or the lock's count above 0.
     pub(super) fn host_range(&self) -> (NonNull<u8>, usize) {
         let nowhere = (NonNull::<Aligned>::dangling().cast(), 0);
         match &self.backing {

@@ -3,16 +3,43 @@
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
+
+use Ordering::Relaxed;
 
 use super::segment::Segment;
 use crate::{Error, Result};
 
+/// Counts the closures that read bytes in place without holding the lock that this is in. Who gets the lock for writing
+/// leaves the bytes alone unless the count is 0.
+#[derive(Debug, Default)]
+pub(crate) struct Borrows(AtomicU32);
+
+impl Borrows {
+    pub(crate) const fn none() -> Borrows {
+        Borrows(AtomicU32::new(0))
+    }
+
+    /// To be called under the lock, which orders it before the next writer.
+    pub(super) fn begin(&self) {
+        self.0.fetch_add(1, Relaxed);
+    }
+
+    /// The last use of the bytes happens before a writer sees the count fall.
+    pub(super) fn end(&self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+
+    pub(super) fn any(&self) -> bool {
+        self.0.load(Ordering::Acquire) > 0
+    }
+}
+
 /// Where a block is now. Readers of `lock` keep it there; who moves it, or writes host bytes, holds it for writing.
 #[repr(align(64))] // neighbours are other threads' blocks
 pub(crate) struct Slot {
-    pub(crate) lock: RwLock<()>,
+    pub(crate) lock: RwLock<Borrows>,
     segment: AtomicPtr<Segment>,
     offset: AtomicUsize,
     size: AtomicUsize,
@@ -25,7 +52,7 @@ pub(crate) struct Slot {
 impl Slot {
     pub(crate) const fn vacant() -> Slot {
         Slot {
-            lock: RwLock::new(()),
+            lock: RwLock::new(Borrows::none()),
             segment: AtomicPtr::new(std::ptr::null_mut()),
             offset: AtomicUsize::new(0),
             size: AtomicUsize::new(0),
@@ -66,12 +93,13 @@ impl Slot {
     }
 
     /// The right to move the block, unless someone is using it at this moment.
-    pub(crate) fn try_write(&self) -> Option<RwLockWriteGuard<'_, ()>> {
-        match self.lock.try_write() {
-            Ok(guard) => Some(guard),
-            Err(TryLockError::Poisoned(poison)) => Some(poison.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+    pub(crate) fn try_write(&self) -> Option<RwLockWriteGuard<'_, Borrows>> {
+        let guard = match self.lock.try_write() {
+            Ok(guard) => guard,
+            Err(TryLockError::Poisoned(poison)) => poison.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        (!guard.any()).then_some(guard)
     }
 }
 
@@ -334,7 +362,7 @@ impl fmt::Debug for Block {
 pub struct Place<'a> {
     segment: &'a Segment,
     offset: usize,
-    _guard: RwLockReadGuard<'a, ()>,
+    _guard: RwLockReadGuard<'a, Borrows>,
 }
 
 impl Place<'_> {

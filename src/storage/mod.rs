@@ -27,6 +27,7 @@ mod exclusive_host;
 mod guard;
 mod history;
 mod hooks;
+mod host_borrow;
 mod host_owner;
 mod image;
 mod image_pool;
@@ -44,8 +45,8 @@ mod shared_memory;
 mod stats;
 #[cfg(test)]
 mod tests;
-mod unsplit;
 mod uninit;
+mod unsplit;
 
 pub(crate) use access::{with_few, with_host};
 pub use allocation::{Allocation, Storage};

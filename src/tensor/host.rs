@@ -78,6 +78,37 @@ impl Tensor {
         HostArray::new(op, if is_exclusive { self } else { self.host_copy()? })
     }
 
+    /// Calls `f` with the values in row-major order where they are, without a copy, if the tensor is on the CPU and contiguous:
+    /// how an operation of your own reads its weights. Otherwise `f` sees a copy, as [`Tensor::to_host`] makes one: of a strided
+    /// tensor, and of one on an OpenCL device. Waits for the device.
+    ///
+    /// Until `f` returns, writing to the storage is an error, for each thread and through each view; reading is not.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let w = Tensor::full([2, 3], 1.5, Device::Cpu)?;
+    /// let sum = w.with_host(|values: &[f32]| {
+    ///     assert!(w.zero_().is_err() && w.mul_scalar(2).is_ok());
+    ///     values.iter().sum::<f32>()
+    /// })?;
+    /// assert_eq!(sum, 9.0);
+    /// w.zero_()?;
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::to_ndarray`].
+    #[track_caller]
+    pub fn with_host<T: Element, R>(&self, f: impl FnOnce(&[T]) -> R) -> Result<R> {
+        let _caller = Caller::enter();
+        let op = "with_host";
+        self.check_element::<T>(op)?;
+        if self.device().is_cpu() && self.is_contiguous() {
+            return self.storage.with_elements(op, self.layout.offset * size_of::<T>(), self.numel(), f);
+        }
+        Ok(f(&HostArray::new(op, self.host_copy()?)?))
+    }
+
     /// A copy on the CPU, contiguous, of one handle, outside the graph.
     fn host_copy(&self) -> Result<Tensor> {
         let rows = self.detach().contiguous()?;
@@ -109,6 +140,23 @@ impl<T: Element> HostArray<T> {
     /// ```
     pub fn shape(&self) -> &Shape {
         &self.layout.shape
+    }
+
+    /// The values in row-major order.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let host = Tensor::eye(2, Device::Cpu)?.into_host::<f32>()?;
+    /// assert_eq!(host.as_slice(), [1.0, 0.0, 0.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn as_slice(&self) -> &[T] {
+        &self.elements
+    }
+
+    /// As [`HostArray::as_slice`], to be changed.
+    pub fn as_mut_slice(&mut self) -> &mut [T] {
+        &mut self.elements
     }
 
     /// The values as an ndarray array of this shape, where they are.

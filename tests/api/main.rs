@@ -34,3 +34,4 @@ mod replay_modes;
 mod saving;
 mod streams;
 mod views;
+mod with_host;

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::sync::{Arc, RwLockWriteGuard};
 
-use super::super::block::Slot;
+use super::super::block::{Borrows, Slot};
 use super::super::driver::Memory;
 use super::super::history::TraceAction;
 use super::super::segment::Segment;
@@ -32,7 +32,7 @@ pub(super) struct Move<'a> {
     pub(super) to: usize,
     pub(super) size: usize,
     pub(super) slot: &'a Slot,
-    _still: RwLockWriteGuard<'a, ()>,
+    _still: RwLockWriteGuard<'a, Borrows>,
 }
 
 impl<'a> Move<'a> {
@@ -42,7 +42,7 @@ impl<'a> Move<'a> {
         to: usize,
         size: usize,
         slot: &'a Slot,
-        still: RwLockWriteGuard<'a, ()>,
+        still: RwLockWriteGuard<'a, Borrows>,
     ) -> Move<'a> {
         Move { id, from, to, size, slot, _still: still }
     }
