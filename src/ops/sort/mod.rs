@@ -94,12 +94,13 @@ pub(crate) fn nans(op: &'static str, x: &Tensor, d: usize) -> Result<Tensor> {
         element: Element::Of(Expr::input(0).is_nan()),
         finish: None,
         counts: true,
+        rescaled: None,
     });
     let mut mask = Mask::from_elem(false, x.rank());
     mask[d] = true;
     let id = std::ptr::from_ref(&RULE).addr();
     backend::compute(with(x, d, 1), DType::I64, x.device(), |b, out| {
-        b.reduce(&Reduction { op, id, rule: &RULE, x, mask: &mask, out })
+        b.reduce(&Reduction { op, id, rule: &RULE, x, mask: &mask, out, number: 0.0 })
     })
 }
 
@@ -111,9 +112,6 @@ operations! {
     searchsorted(sorted_sequence: x, input: x, right: bool = false): Sorting, All -> I64;
     bucketize(input: x, boundaries: x, right: bool = false): Sorting, All -> I64;
 }
-
-/// Elements whose positions, 8 bytes each, are looked up at a time.
-const BLOCK: usize = 1 << 21;
 
 impl Tensor {
     /// The elements in order along `dim`, and the indices they had, as i64 (PyTorch's `sort`, always stable). NaN is above
