@@ -5,6 +5,12 @@
 #[path = "../../examples/gpt2/main.rs"]
 mod gpt2;
 #[allow(dead_code)]
+#[path = "../../examples/lora.rs"]
+mod lora;
+#[allow(dead_code)]
+#[path = "../../examples/minilm/main.rs"]
+mod minilm;
+#[allow(dead_code)]
 #[path = "../../examples/resnet.rs"]
 mod resnet;
 
@@ -158,6 +164,51 @@ fn super_resolution_learns() {
 }
 
 const GPT2: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/gpt2");
+
+const MINILM: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/minilm");
+
+/// Compares tokens, and embeddings of a batch with padding, with those of PyTorch that `tests/data/minilm.py` prints.
+#[test]
+fn minilm_has_pytorchs_embeddings() {
+    each_device(|device| {
+        let model = minilm::MiniLm::load(Path::new(MINILM), device).unwrap();
+        let sentences = ["A man eats food.", "Eating thing"];
+        let wanted: [(&[i64], [f64; 8]); 2] = [
+            (
+                &[101, 103, 104, 105, 106, 108, 109, 102],
+                [0.381386, -0.032799, -0.097609, -0.668747, 0.011751, -0.189332, 0.232854, 0.553637],
+            ),
+            (
+                &[101, 105, 107, 100, 102],
+                [0.418279, -0.105387, -0.164552, -0.605796, 0.012147, -0.199707, 0.357626, 0.50194],
+            ),
+        ];
+        let embeddings = values(&no_grad(|| model.embed(&sentences)).unwrap());
+        for (i, (tokens, embedding)) in wanted.into_iter().enumerate() {
+            assert_eq!(model.tokens(sentences[i]), tokens);
+            let close = |(a, b): (&f64, f64)| (a - b).abs() < 2e-5;
+            assert!(embeddings[8 * i..].iter().zip(embedding).all(close), "{embeddings:?} on {device}");
+        }
+    });
+    let missing = minilm::MiniLm::load(Path::new("/no/such/folder"), Device::Cpu);
+    assert!(missing.is_err());
+}
+
+/// Adapters alone are trained and saved.
+#[test]
+fn lora_learns() {
+    each_device(|device| {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["config.json", "vocab.txt", "model.safetensors"] {
+            std::fs::copy(Path::new(MINILM).join(name), folder.path().join(name)).unwrap();
+        }
+        let losses = lora::train(folder.path(), device).unwrap();
+        assert!(losses[19] < losses[0], "{losses:?} on {device}");
+        let saved = io::load(folder.path().join("lora.safetensors"), Device::Cpu).unwrap();
+        assert_eq!(saved.len(), 8); // two matrices of queries and of values in each of two layers
+        assert!(saved.names().all(|name| name.starts_with("encoder.layer.") && name.contains("lora_")));
+    });
+}
 
 /// Read at once and token by token through the cache, against PyTorch: `tests/data/gpt2.py` wrote what it has.
 #[test]
