@@ -62,7 +62,7 @@ fn replace(t: &mut Tensor, value: Option<Tensor>, assigned: &mut Vec<[Tensor; 2]
     let tied = assigned.iter().find(|[old, _]| old.shares_storage(t) && view(old) == view(t));
     let new = match (tied, value) {
         (Some([_, new]), _) => new.shallow_clone(),
-        (None, Some(value)) if t.requires_grad() => t.succeeded_by(value, None, None)?,
+        (None, Some(value)) if t.leaf_id().is_some() => t.succeeded_by(value, None, None)?,
         (None, Some(value)) => value,
         (None, None) => return Ok(()),
     };

@@ -42,7 +42,7 @@ impl Own {
 }
 
 impl Module for Own {
-    claystone::parts!(composed, filled, steps);
+    claystone::parts!(composed, filled, steps; table);
 }
 
 struct Net {
@@ -187,6 +187,13 @@ fn values_are_converted_or_copied_where_they_have_to_be() {
         let mut layer = nn::uninit(|| Linear::new(4, 3, device)).unwrap();
         layer.assign_state_dict(entries.into_iter().collect(), true).unwrap();
         assert!(layer.weight().is_contiguous() && layer.weight().equal(&part).unwrap());
+        // Frozen parameters stay frozen, and can be trained afterwards.
+        let mut frozen = nn::uninit(|| Linear::new(4, 3, device)).unwrap();
+        frozen.requires_grad_(false).unwrap();
+        frozen.assign_state_dict(layer.state_dict(), true).unwrap();
+        assert!(!frozen.weight().requires_grad() && frozen.weight().equal(&part).unwrap());
+        frozen.requires_grad_(true).unwrap();
+        assert!(frozen.weight().requires_grad());
         // Tensors that have memory keep it: another module's state is copied, as by load_state_dict.
         let place = layer.weight().shallow_clone();
         layer.assign_state_dict(Linear::new(4, 3, device).unwrap().state_dict(), true).unwrap();
