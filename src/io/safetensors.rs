@@ -179,7 +179,7 @@ fn type_of(info: &TensorInfo) -> Result<(DType, Shape)> {
     let sizes: Vec<u64> = info.shape.iter().map(|&d| d as u64).collect();
     let (dtype, sizes) = match DTYPES.iter().find(|(_, in_file)| *in_file == info.dtype) {
         Some(&(own, _)) => (own, sizes),
-        None if info.dtype.bitsize() % 8 == 0 => {
+        None if info.dtype.bitsize().is_multiple_of(8) => {
             (DType::U8, sizes.into_iter().chain([info.dtype.bitsize() as u64 / 8]).collect())
         }
         None => (DType::U8, vec![bytes_of(info)]),

@@ -139,15 +139,13 @@ fn means_of_the_largest_numbers() {
 
 /// Applies a norm to `[N, C, L]`, which may be a view.
 type Norm = fn(&Tensor, f64) -> Tensor;
+/// Returns the row of an element by its sample, its channel and the number of channels.
+type RowOf = fn(usize, usize, usize) -> usize;
 
 /// The norms, and the row of each element by its sample and channel of `c`.
-const NORMS: [(&str, Norm, fn(usize, usize, usize) -> usize); 6] = [
-    (
-        "layer_norm",
-        |x, eps| x.layer_norm(&x.shape().dims()[2..].to_vec(), None, None, eps).unwrap(),
-        |n, c, cs| n * cs + c,
-    ),
-    ("rms_norm", |x, eps| x.rms_norm(&x.shape().dims()[2..].to_vec(), None, Some(eps)).unwrap(), |n, c, cs| n * cs + c),
+const NORMS: [(&str, Norm, RowOf); 6] = [
+    ("layer_norm", |x, eps| x.layer_norm(&x.shape().dims()[2..], None, None, eps).unwrap(), |n, c, cs| n * cs + c),
+    ("rms_norm", |x, eps| x.rms_norm(&x.shape().dims()[2..], None, Some(eps)).unwrap(), |n, c, cs| n * cs + c),
     ("group_norm", |x, eps| x.group_norm(2, None, None, eps).unwrap(), |n, c, cs| n * 2 + c / (cs / 2)),
     ("instance_norm", |x, eps| x.instance_norm(None, None, eps).unwrap(), |n, c, cs| n * cs + c),
     ("batch_norm", batch_norm, |_, c, _| c),

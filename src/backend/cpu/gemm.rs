@@ -96,8 +96,7 @@ fn in_parts(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         // Dims are counted from the last one, as they are broadcast.
         let part = |t: &Tensor| -> Result<Tensor> {
             let at = (t.rank() + d).checked_sub(rank).filter(|&at| t.shape().dims()[at] > 1);
-            Ok(at
-                .map_or_else(|| Ok(t.detach()), |at| t.layout.narrow(g.op, at, start, len).map(|l| t.with_layout(l)))?)
+            at.map_or_else(|| Ok(t.detach()), |at| t.layout.narrow(g.op, at, start, len).map(|l| t.with_layout(l)))
         };
         let a = if d + 1 == rank { g.a.detach() } else { part(g.a)? };
         let b = if d + 2 == rank { g.b.detach() } else { part(g.b)? };

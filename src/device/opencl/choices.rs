@@ -273,7 +273,7 @@ impl Choices {
 
     /// Notes whether there is anything to look up.
     pub(super) fn note_use(&self) {
-        let any = self.level.load(Relaxed) != 0 || !lock(&self.table).chosen.iter().next().is_none();
+        let any = self.level.load(Relaxed) != 0 || lock(&self.table).chosen.iter().next().is_some();
         self.is_on.store(any && !self.ignored.load(Relaxed), Relaxed);
     }
 }

@@ -364,7 +364,7 @@ fn products_of_integers_wrap_in_the_results_bits() {
                 ]
             };
             let numbers = |n: usize, seed: usize| -> Vec<E> {
-                (0..n).map(|i| of(((i + seed) * 2_654_435_761 >> 7) as i64).0).collect()
+                (0..n).map(|i| of((((i + seed) * 2_654_435_761) >> 7) as i64).0).collect()
             };
             let room = |rows: usize, columns: usize| rows.max(1) * (2 * columns + 3) + 3;
             let (x, y) = (numbers(room(m, k), 1), numbers(room(k, n), 5));
