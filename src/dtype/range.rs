@@ -71,21 +71,24 @@ impl DType {
 }
 
 impl Scalar {
-    /// The number that an element of `dtype` holds once this one is stored, by PyTorch's rule: integers drop a fraction, unsigned ones
-    /// wrap integers from `-MAX` to -1, and bool is true for all but 0. Floats round, and keep NaN and infinities.
+    /// The number that an element of `dtype` holds once this one is stored, by PyTorch's rule but for fractions: unsigned dtypes wrap
+    /// integers from `-MAX` to -1, and bool is true for all but 0. Floats round, and keep NaN and infinities.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for other numbers out of the dtype's range, finite ones that round to an infinity among them.
+    /// [`Error::Invalid`] for a fraction into integers or bool, and for other numbers out of the dtype's range, finite ones that round to
+    /// an infinity among them.
     #[inline]
     pub(crate) fn stored(self, op: &'static str, dtype: DType) -> Result<Scalar> {
         let x = self.to_f64();
-        let Some((lowest, greatest)) = dtype.integers() else {
-            return match dtype {
-                DType::Bool => Ok(Scalar::from(x != 0.0)),
-                _ if x.is_finite() && dtype.rounded(x).is_infinite() => Err(self.out_of_range(op, dtype)),
-                _ => Ok(self),
-            };
-        };
+        if dtype.is_float() {
+            let overflows = x.is_finite() && dtype.rounded(x).is_infinite();
+            return if overflows { Err(self.out_of_range(op, dtype)) } else { Ok(self) };
+        }
+        if x.is_finite() && x.fract() != 0.0 {
+            let reason = format!("{x} is not whole and the tensor is {dtype}: convert it with .to_dtype()");
+            return Err(Error::invalid(op, reason));
+        }
+        let Some((lowest, greatest)) = dtype.integers() else { return Ok(Scalar::from(x != 0.0)) };
         let whole = match self {
             Scalar::Int(i) => i128::from(i),
             Scalar::Float(x) if x.is_nan() => i128::MAX,
@@ -108,15 +111,7 @@ impl Scalar {
 
     /// An error for a factor that integer arithmetic would change: a fraction, or a number out of the dtype's range.
     pub(crate) fn check_factor(self, op: &'static str, dtype: DType) -> Result<()> {
-        let x = self.to_f64();
-        if dtype.is_float() {
-            return Ok(());
-        }
-        if x.is_finite() && x.fract() != 0.0 {
-            let reason = format!("{x} is not whole, and integers are computed with: convert them with .to_dtype()");
-            return Err(Error::invalid(op, reason));
-        }
-        self.stored(op, dtype).map(drop)
+        if dtype.is_float() { Ok(()) } else { self.stored(op, dtype).map(drop) }
     }
 
     #[cold]

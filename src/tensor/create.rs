@@ -70,7 +70,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a number out of the dtype's range (as [`Tensor::fill_`] has it), [`Error::NoDevice`], [`Error::OutOfMemory`].
+    /// [`Error::Invalid`] for a number that the dtype cannot hold (as [`Tensor::fill_`] has it), [`Error::NoDevice`], [`Error::OutOfMemory`].
     #[track_caller]
     pub fn full(
         shape: impl Into<Shape>,

@@ -303,20 +303,19 @@ impl Tensor {
         Ok(self)
     }
 
-    /// Sets every element to `value`, converted to the dtype: integers drop a fraction, and a negative integer wraps in an unsigned
-    /// dtype. In place.
+    /// Sets every element to `value`, converted to the dtype; a negative integer wraps in an unsigned dtype. In place.
     ///
     /// ```
     /// use claystone::{DType, Device, Tensor};
     /// let x = Tensor::zeros(2, (DType::U8, Device::Cpu))?;
-    /// assert_eq!(x.fill_(7.5)?.to_vec::<u8>()?, [7, 7]);
+    /// assert_eq!(x.fill_(7.0)?.to_vec::<u8>()?, [7, 7]);
     /// let refused = x.fill_(256.0).unwrap_err().to_string();
     /// assert_eq!(refused, "fill_: 256.0 is out of the range of u8, 0 to 255");
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a number out of the dtype's range, such as NaN for integers, and a finite one that rounds to infinity;
+    /// [`crate::Error::Invalid`] for a fraction into integers, a number out of the dtype's range, such as NaN, and a finite one that rounds to infinity;
     /// [`crate::Error::Autograd`] where this is a leaf that requires a gradient, or a view of one; [`crate::Error::Invalid`] on
     /// an expanded view.
     pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {

@@ -231,7 +231,7 @@ impl Tensor {
     /// [`Tensor::scatter`] of one number (PyTorch's `scatter` with a number for `src`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::gather`]; [`Error::Invalid`] for a number out of the dtype's range.
+    /// As [`Tensor::gather`]; [`Error::Invalid`] for a number that the dtype cannot hold.
     #[track_caller]
     pub fn scatter_value(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
         let value: Scalar = value.into();
@@ -294,7 +294,7 @@ impl Tensor {
     /// indices count from the end. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::index_select`]; [`Error::Invalid`] for a number out of the dtype's range.
+    /// As [`Tensor::index_select`]; [`Error::Invalid`] for a number that the dtype cannot hold.
     #[track_caller]
     pub fn index_fill(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
         let value: Scalar = value.into();

@@ -56,7 +56,7 @@ impl Tensor {
     ///
     /// # Errors
     /// An odd number of pads or more than two for each dimension; a dimension cut to less than nothing, one too small to be
-    /// reflected or repeated as far as is asked; a constant out of the dtype's range.
+    /// reflected or repeated as far as is asked; a constant that the dtype cannot hold.
     #[track_caller]
     pub fn pad(&self, pads: &[isize], mode: PadMode) -> Result<Tensor> {
         replaced!(op = "pad", [self], pads, mode.name(), mode.constant());
