@@ -195,6 +195,29 @@ fn the_first_of_what_is_in_order_already() {
     }
 }
 
+/// Lines of slices that groups count digits of.
+#[test]
+fn few_long_lines_are_searched_by_digits() {
+    for device in gpus("choice::few_long_lines_are_searched_by_digits") {
+        let dtypes = [DType::F32, DType::F16, DType::U8, DType::I64];
+        for dtype in dtypes.into_iter().take(if is_gpu(device) { 4 } else { 2 }) {
+            for (rows, n) in [(1, 70_001), (3, 65_600)] {
+                let host = numbers(rows * n, 11, dtype, n % 2 > 0);
+                let t = upload(&host, &[rows, n], dtype, device);
+                let of = lines(&values(&t), n);
+                for k in [1, n / 3, n] {
+                    let nth = |line: &[f64]| vec![sorted(line, false)[k - 1]];
+                    same(t.kthvalue(k, 1, false).unwrap(), &of, nth, &format!("element {k} of {rows} x {n} {dtype}"));
+                }
+                for largest in [true, false] {
+                    let first = |line: &[f64]| sorted(line, largest)[..5000].to_vec();
+                    same(t.topk(5000, 1, largest).unwrap(), &of, first, &format!("5000 of {rows} x {n} {dtype}"));
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn gradients_of_what_is_chosen() {
     for device in gpus("choice::gradients_of_what_is_chosen") {
