@@ -91,7 +91,7 @@ const WAVEFRONT_WIDTH_AMD: u32 = 0x4043;
 const HALF_FP_CONFIG: u32 = 0x1033;
 
 /// A number of whatever width the query has; none where it is refused or empty.
-pub(super) fn device_number(id: cl_device_id, what: u32) -> Option<u64> {
+fn device_number(id: cl_device_id, what: u32) -> Option<u64> {
     info!(clGetDeviceInfo(id, what)).ok().filter(|bytes| !bytes.is_empty()).map(|bytes| number_of(&bytes))
 }
 
@@ -101,7 +101,7 @@ fn numbers(id: cl_device_id, what: u32) -> Vec<u64> {
 }
 
 /// None where the device does not have floats of this size, which is the answer 0.
-pub(super) fn floats(bits: u64) -> Option<FloatSupport> {
+fn floats(bits: u64) -> Option<FloatSupport> {
     (bits != 0).then_some(FloatSupport {
         denormals: bits & 1 != 0,
         inf_nan: bits & 1 << 1 != 0,

@@ -17,7 +17,6 @@ use sha2::{Digest, Sha256};
 use super::ClDevice;
 use super::blob::Entries;
 use super::cache::{Cache, Key, Kind};
-use super::capabilities::{device_number, floats};
 use super::discovery::number_of;
 use super::driver::{ClKernel, Program, call, create, info, value};
 use super::errors::ClError;
@@ -144,10 +143,10 @@ impl ClDevice {
         self.build_cached(By::Crate, name, source, division, entry, cache)
     }
 
-    /// Whether the device takes [`CORRECT_DIVISION`].
+    /// Whether the device takes [`CORRECT_DIVISION`]: CL_FP_CORRECTLY_ROUNDED_DIVIDE_SQRT, bit 7 of its configuration of f32.
     fn divides_correctly(&self) -> bool {
-        let single = device_number(self.id(), CL_DEVICE_SINGLE_FP_CONFIG).and_then(floats);
-        single.is_some_and(|support| support.correct_division)
+        let single = info!(clGetDeviceInfo(self.id(), CL_DEVICE_SINGLE_FP_CONFIG)).unwrap_or_default();
+        number_of(&single) & 1 << 7 != 0
     }
 
     /// [`build`](Self::build) of a source of the user's, with further options for the compiler.
