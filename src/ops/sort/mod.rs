@@ -6,10 +6,10 @@
 
 pub(crate) mod select;
 
-use super::{result_type, same_device, same_dtype};
-use crate::autograd::{self, Saved};
 use std::sync::LazyLock;
 
+use super::{result_type, same_device, same_dtype};
+use crate::autograd::{self, Saved};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::reduction::{Combination, Element, Reduction, Rule};
 use crate::backend::problem::select::{Nth, Selected, with};
