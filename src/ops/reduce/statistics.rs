@@ -190,7 +190,8 @@ fn composed_variance(
     let mask = dims.mask(op, t.shape())?;
     let freedom = super::reduced_count(t.shape(), &mask).saturating_sub(correction) as f64;
     let x = t.detach();
-    let deviations = x.sub(&x.mean(dims.clone(), true).named(op)?)?;
+    // A replaced subtraction may return any shape.
+    let deviations = x.sub(&x.mean(dims.clone(), true).named(op)?)?.reshape(t.shape()).named(op)?;
     let kept = sum_of_squares(op, &deviations, &mask, freedom, root)?;
     let out = kept.detach().reshape(super::reduced_shape(t.shape(), &mask, keepdim))?;
     if !autograd::is_tracked(&[t]) {
