@@ -196,9 +196,9 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
             break;
         factor = needed;
     }
-    // The root of the sum of squares is in range, as the elements are.
+    // The root of the mean square is in range, as the elements are.
     if (lane == 0)
-        parts[parts_at + (ulong)r * slices + slice] = (Two)((mean + low) / factor, sqrt(squares) / factor);
+        parts[parts_at + (ulong)r * slices + slice] = (Two)((mean + low) / factor, sqrt(squares / (ACC)(stop - start)) / factor);
 #else
 #ifdef APPLY
     mean = parts[parts_at + (ulong)r * slices].x;
@@ -211,7 +211,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMN
         for (uint s = lane; s < slices; s += LANES) {
             const Two part = parts[parts_at + (ulong)r * slices + s] * factor;
             const ACC apart = part.x - mean * factor - low * factor;
-            squares += part.y * part.y + apart * apart * (ACC)min(chunk, n - s * chunk);
+            squares += (part.y * part.y + apart * apart) * (ACC)min(chunk, n - s * chunk);
         }
         FOLD(PLUS, squares);
         const ACC needed = attempt == 0 ? factor_for(mean + low, squares, LEAST_OF_VARIANCE) : 1;

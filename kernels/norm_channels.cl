@@ -122,7 +122,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
         for (IDX s = lid / BLOCK; s < slices; s += GROUP / BLOCK) {
             const Two part = parts[(ulong)s * channels] * factor;
             const ACC apart = part.x - near * factor - above * factor;
-            squares += part.y * part.y + apart * apart * ROWS_OF(s);
+            squares += (part.y * part.y + apart * apart) * ROWS_OF(s);
         }
         OVER_BLOCK(squares);
         KEEP(near, squares, own_factor = factor; sum_b = squares;)
@@ -242,8 +242,9 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(
 #ifdef BACKWARD
         parts[parts_at + (ulong)slice * channels + own] = (Two)(sum_a, sum_b);
 #else
-        // The root is in range, as the elements are.
-        parts[parts_at + (ulong)slice * channels + own] = (Two)(sum_a, sqrt(sum_b) / own_factor);
+        // The root of the mean square is in range, as the elements are.
+        parts[parts_at + (ulong)slice * channels + own] =
+            (Two)(sum_a, sqrt(sum_b / (ACC)(min(start + chunk, rows) - start)) / own_factor);
 #endif
 #else
     // Forward, results are (x - first number) * second + third; backward x * first + (z - fourth) * second + third.

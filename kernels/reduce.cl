@@ -6,7 +6,7 @@
 //   FINISHED  where finish_of maps each result (of ACC, over `number` elements)
 //   INTEGERS  where ACC is long
 //   RESCALED  where a sum that leaves the range of ACC is made again, of elements times a power of two: UNDO takes the factor
-//             out of the result, and SQUARES says that the sum is of squares, which may vanish too
+//             out of the result, and SQUARES says that the sum is of squares, which may vanish too, ROOT that the result is their root
 // With several slices, output o of slice s is the partial result o * slices + s. A second launch reduces these (for ARG: PARTIAL writes
 // and PAIRS reads values with indices), or with LAST_GROUP_SUMS the last work-group of an output to arrive. On GPUs `lanes` work-items
 // share an output. With VEC above 1 elements are loaded as WIDE_T, VEC at a time: neighbours of one output, or with COLUMNS one element

@@ -125,12 +125,19 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
 #ifdef LAST_GROUP_SUMS
 // Slices write to `partial`; the last work-group of an output to arrive combines them, always in the same order.
 #define LAST_GROUP_PARAMETERS , __global Acc *partial, ulong partial_at, volatile __global uint *arrived, uint first_arrived
-// With RESCALED the partial result of squares is their root, and that of a mean is divided already, so that neither leaves the range.
+// With RESCALED partial results are in range: roots of squares, divided already as is the part of a mean.
 #if defined(RESCALED) && defined(SQUARES)
-#define PUT_PARTIAL(o, a, attempt) partial[partial_at + (o) * slices + slice] = sqrt(a) / FACTOR_OF(attempt)
+#ifdef ROOT
+#define PARTIAL_OF(a) FINISH(a)
+#define WHOLE_OF(a) sqrt(a)
+#else
+#define PARTIAL_OF(a) sqrt(FINISH(a))
+#define WHOLE_OF(a) (a)
+#endif
+#define PUT_PARTIAL(o, a, attempt) partial[partial_at + (o) * slices + slice] = PARTIAL_OF(a) / FACTOR_OF(attempt)
 #define GREATER(a, b) fmax(a, b)
 #define FROM_PARTIAL(p) ((p) * factor * ((p) * factor))
-#define PUT_WHOLE(o, a) PUT(o, a, attempt)
+#define PUT_WHOLE(o, a) CAT(CAT(CAT(store_, B), _), ACC_NAME)(y, y_at + (o), UNDO(WHOLE_OF(a), factor))
 #define CHOOSE_FACTOR(o, there)                                                                                        \
     Acc greatest = 0;                                                                                                  \
     if (there)                                                                                                         \

@@ -283,7 +283,7 @@ impl ReductionKernel<'_> {
         if let Some(rescaled) = self.rule.rescaled {
             let undone = if rescaled == Rescaled::Variance { "(v) / (factor) / (factor)" } else { "(v) / (factor)" };
             text += &(flag(true, "RESCALED") + &flag(rescaled.squares(), "SQUARES") + &SafeRange::defines(self.acc));
-            text += &format!("#define UNDO(v, factor) ({undone})\n");
+            text += &(flag(rescaled == Rescaled::Norm, "ROOT") + &format!("#define UNDO(v, factor) ({undone})\n"));
         }
         text += &flag(self.rule.combination.is_arg(), "ARG");
         text += &flag(self.rule.element == Element::NonZero, "NONZERO");

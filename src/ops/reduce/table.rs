@@ -27,9 +27,10 @@ impl Rule {
         match self.rescaled {
             None => (Rule { finish: None, ..self.clone() }, sum(self.finish.clone())),
             Some(Rescaled::Mean) => (self.clone(), sum(None)),
-            Some(_) => {
-                let norm = Some(Expr::input(0).sqrt());
-                (Rule { finish: norm, rescaled: Some(Rescaled::Norm), ..self.clone() }, self.clone())
+            Some(Rescaled::Norm) => (self.clone(), Rule { finish: Some(Expr::input(0).sqrt()), ..self.clone() }),
+            Some(Rescaled::Variance) => {
+                let finish = self.finish.as_ref().map(Expr::sqrt);
+                (Rule { finish, rescaled: Some(Rescaled::Norm), ..self.clone() }, Rule { finish: None, ..self.clone() })
             }
         }
     }
