@@ -30,7 +30,6 @@ pub(crate) enum Leaf {
 }
 
 impl Leaf {
-    /// A unique pair for hashing and equality: constants differ by their bits, every NaN is the same.
     /// The kind of random number and the seed, of a leaf that draws one.
     pub(crate) fn draws(self) -> Option<(&'static str, usize)> {
         match self {
@@ -41,6 +40,7 @@ impl Leaf {
         }
     }
 
+    /// A unique pair for hashing and equality: constants differ by their bits, every NaN is the same.
     pub(crate) fn key(self) -> (u8, u64) {
         match self {
             Leaf::Input(i) => (0, i as u64),

@@ -48,7 +48,7 @@ pub struct Kernel {
 /// By device, whether with [wide offsets](ClDevice::has_wide_offsets), and arguments.
 type Built = Lru<(Device, bool, Vec<Kind>), Arc<ClKernel>>;
 
-/// The most kernels kept for other devices and types of arguments.
+/// The most kernels kept of one source, for its devices and types of arguments.
 const MAX_BUILT: usize = 64;
 
 /// The user's own kernel: what it takes.
