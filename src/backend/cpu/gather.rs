@@ -233,7 +233,7 @@ pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize
         check(op, t, reads[0], &t.layout, classes, false)?;
         let strided = StridedDims::new(t.shape(), [t.strides()]);
         let rows = (JOB / classes).clamp(1, TILE);
-        let out = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..t.numel() * classes];
+        let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..t.numel() * classes];
         parallel::for_each_chunk(out, rows * classes, |k, out| {
             let mut tile = [0i64; TILE];
             let tile = &mut tile[..out.len() / classes];

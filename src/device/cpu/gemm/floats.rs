@@ -114,15 +114,18 @@ pub(super) fn in_tiles(
     /// Elements of a tile.
     const TILE: usize = 1 << 18;
     check((m, n, k), (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
+    if k == 0 {
+        return gemm_onto((m, n, k), (out, place), (&[], place_a), (&[], place_b), false);
+    }
     let (mut tile_a, mut tile_b) = (Vec::new(), Vec::new());
-    let depth = k.clamp(1, TILE);
+    let depth = k.min(TILE);
     let [height, width] = [(a, m), (b, n)].map(|(x, n)| match x {
         Floats::F32(_) => n,
         _ => n.min(TILE / depth),
     });
     let is_wide = matches!((a, b), (Floats::F32(_), Floats::F32(_)));
     for left in (0..n).step_by(width) {
-        for first in (0..k.max(1)).step_by(if is_wide { k.max(1) } else { depth }) {
+        for first in (0..k).step_by(if is_wide { k } else { depth }) {
             let (width, depth) = (width.min(n - left), if is_wide { k } else { depth.min(k - first) });
             let (b, place_b) = b.tile(place_b, (first, left), (depth, width), &mut tile_b);
             for top in (0..m).step_by(height) {

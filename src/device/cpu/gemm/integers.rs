@@ -139,6 +139,9 @@ pub(crate) fn gemm_integers<E: Widen<D::Sum>, D: Integer>(
 
 /// Widens as many elements as `to` has, `stride` apart.
 fn load<E: Widen<T>, T>(from: &[E], start: usize, stride: isize, to: &mut [T]) {
+    if to.is_empty() {
+        return;
+    }
     if stride == 1 {
         to.iter_mut().zip(&from[start..]).for_each(|(to, x)| *to = x.widen());
     } else {

@@ -396,7 +396,7 @@ fn products_of_integers_wrap_in_the_results_bits() {
 fn halves_without_a_kernel_are_widened_in_tiles() {
     let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
     for ((m, n, k), a, b) in [
-        ((3, 9, 300_000), place(1, 2, 6), place(0, 27, 3)),
+        ((3, 9, 300_000), place(1, 2, 3), place(0, 3, 2)),
         ((70_000, 9, 4), place(3, 9, 2), place(0, 9, 1)),
         ((70_000, 9, 4), place(0, 4, 1), place(35, -9, -1)),
         ((9, 70_000, 5), place(0, 1, 9), place(2, 1, 70_000)),
@@ -408,8 +408,8 @@ fn halves_without_a_kernel_are_widened_in_tiles() {
         let y: Vec<bf16> = (0..room(b, k, n)).map(|i| bf16::from_f32(number(i))).collect();
         let (mut out, c) = (vec![f32::NAN; m * n], place(0, n as isize, 1));
         gemm_f32((m, n, k), &mut out, Floats::F16(&x), Floats::BF16(&y), std::iter::once([a, b, c])).unwrap();
-        for i in (0..m).step_by(1 + m / 97) {
-            for j in (0..n).step_by(1 + n / 97) {
+        for i in (0..m).step_by(1 + m / 17) {
+            for j in (0..n).step_by(1 + n / 7) {
                 let product = |p| f64::from(x[a.at(i, p)]) * f64::from(y[b.at(p, j)]);
                 let (want, got) = ((0..k).map(product).sum::<f64>(), f64::from(out[c.at(i, j)]));
                 assert!((got - want).abs() <= 1e-6 * k as f64, "{m} x {k} x {n}: ({i}, {j}) is {got}, not {want}");
