@@ -318,26 +318,27 @@ vectorised! {
     /// How many elements of a sorted line come before each value. All searches take the same steps, so that several go on at a time.
     fn search_line<'a, C: Number>(_simd: S, line: &'a [C], values: &'a [C], right: bool, found: &'a mut [u32]) {
         match right {
-            true => search_steps(line, values, found, |element, value| !(element > value)),
-            false => search_steps(line, values, found, |element, value| !(element >= value)),
+            true => search_steps(line, values, found, |element, value| element > value),
+            false => search_steps(line, values, found, |element, value| element >= value),
         }
     }
 }
 
+/// Counts the elements of a sorted line that are not `after` each value: NaN counts as before everything, as in PyTorch.
 #[inline(always)]
-fn search_steps<C: Number>(line: &[C], values: &[C], found: &mut [u32], before: impl Fn(C, C) -> bool) {
+fn search_steps<C: Number>(line: &[C], values: &[C], found: &mut [u32], after: impl Fn(C, C) -> bool) {
     for (values, found) in values.chunks(SIDE).zip(found.chunks_mut(SIDE)) {
         found.fill(0);
         let mut left = line.len();
         while left > 1 {
             let half = left / 2;
             for (at, value) in found.iter_mut().zip(values) {
-                *at += if before(line[*at as usize + half - 1], *value) { half as u32 } else { 0 };
+                *at += if after(line[*at as usize + half - 1], *value) { 0 } else { half as u32 };
             }
             left -= half;
         }
         for (at, value) in found.iter_mut().zip(values) {
-            *at += u32::from(before(line[*at as usize], *value));
+            *at += u32::from(!after(line[*at as usize], *value));
         }
     }
 }

@@ -120,8 +120,8 @@ pub(super) fn in_tiles(
     let (mut tile_a, mut tile_b) = (Vec::new(), Vec::new());
     let depth = k.min(TILE);
     let [height, width] = [(a, m), (b, n)].map(|(x, n)| match x {
-        Floats::F32(_) => n,
-        _ => n.min(TILE / depth),
+        Floats::F32(_) => n.max(1),
+        _ => n.clamp(1, TILE / depth),
     });
     let is_wide = matches!((a, b), (Floats::F32(_), Floats::F32(_)));
     for left in (0..n).step_by(width) {
