@@ -137,7 +137,8 @@ impl RadixSelect<'_> {
         let words = words(&lines.strided);
         let (x, y, indices) = (self.x.device_view()?, self.to.values().device_view()?, self.to.indices.device_view()?);
         let (ranks, counts, state) = (self.ranks.device_view()?, self.counts.device_view()?, self.state.device_view()?);
-        let flip = if self.descending { u64::MAX } else { 0 };
+        // Keys of bytes have no bits above their digits in descending order either.
+        let flip = if self.descending { u64::MAX >> (64 - digits(self.x.dtype)[1]) } else { 0 };
         let args = arguments(
             &[&x, &y, &indices, &ranks, &counts, &state],
             [
