@@ -43,16 +43,31 @@ pub(crate) fn apply_reduction(
     {
         return apply_reduction(row, &wide[0], dims, keepdim);
     }
-    let dtype = row.output(x.dtype)?;
+    apply_reduction_to(row, x, dims, keepdim, row.output(x.dtype)?)
+}
+
+/// [`apply_reduction`] with a result of another dtype.
+pub(crate) fn apply_reduction_to(
+    row: &'static ReductionRow,
+    x: &Tensor,
+    dims: &ReduceDims,
+    keepdim: bool,
+    dtype: DType,
+) -> Result<Tensor> {
     let mask = dims.mask(row.name, x.shape())?;
-    let out = reduce(row.name, row, x, &mask, keepdim, dtype, None)?;
-    if !autograd::is_tracked(&[x]) || !dtype.is_float() {
+    let tracked = autograd::is_tracked(&[x]) && dtype.is_float();
+    // A norm may be beyond f16 where its gradient, the share of an element, is not.
+    let is_wide = tracked && dtype == DType::F16 && row.name == rows::norm.name;
+    let out = reduce(row.name, row, x, &mask, keepdim, if is_wide { DType::F32 } else { dtype }, None)?;
+    if !tracked {
         return Ok(out);
     }
+    let wide = is_wide.then(|| Saved::new(&out));
+    let out = if is_wide { out.to_dtype(dtype)? } else { out };
     let backward = Backward { row, shape: x.shape().clone(), mask, keepdim, dtype: x.dtype, device: x.device() };
     Ok(match row.gradient {
         Gradient::None => out,
-        Gradient::Each(_) => backward.by_formula(x, out),
+        Gradient::Each(_) => backward.by_formula(x, out, wide),
         Gradient::Shared => backward.shared(x, out),
         Gradient::Others => backward.of_product(x, out),
     })
@@ -72,7 +87,8 @@ impl Backward {
         expand_reduced(t, &self.shape, &self.mask, self.keepdim)
     }
 
-    fn by_formula(self, x: &Tensor, out: Tensor) -> Tensor {
+    /// `wide` is the result in a wider dtype, which the first derivative is made of if it is given.
+    fn by_formula(self, x: &Tensor, out: Tensor, wide: Option<Saved>) -> Tensor {
         let op = self.row.name;
         let derivative = self.row.derivative().expect("it has a formula");
         let of_grad_alone = !derivative.uses_input(0) && !derivative.uses_input(1);
@@ -89,9 +105,10 @@ impl Backward {
                 Some(x) => x.get(op)?.shallow_clone(),
                 None => grad.shallow_clone(),
             };
-            let y = match &saved_y {
-                Some(y) => self.expand(&ctx.result(y)?),
-                None => grad.shallow_clone(),
+            let y = match (&wide, &saved_y) {
+                (Some(wide), _) if !ctx.create_graph() => self.expand(wide.get(op)?),
+                (_, Some(y)) => self.expand(&ctx.result(y)?),
+                (_, None) => grad.shallow_clone(),
             };
             let (scalars, derivative) = ([Scalar::Float(n)], self.row.derivative().expect("it has a formula"));
             let params = Params::of(&scalars);

@@ -20,6 +20,7 @@ use crate::{DType, Result, Shape, Tensor, autograd, backend};
 use table::{ReductionRow, rows};
 
 pub(crate) use crate::layout::dims::{Mask, ReduceDims};
+pub(crate) use gradient::apply_reduction_to;
 
 /// The shape left of `shape`.
 pub(crate) fn reduced_shape(shape: &Shape, mask: &[bool], keepdim: bool) -> Shape {

@@ -10,6 +10,8 @@ use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::recorded;
 use crate::ops::formula;
 use crate::ops::nn::norm::{BatchNormOptions, normalised};
+use crate::ops::reduce::apply_reduction_to;
+use crate::ops::reduce::table::rows;
 use crate::tensor::Dims;
 use crate::{DType, Expr, Result, Scalar, Shape, Tensor, backend, no_grad};
 
@@ -283,11 +285,15 @@ impl Tensor {
         replaced!(op, [self], p, dim, eps);
         cast_first!(widened(&[self])?, |x| x[0].normalize(p, dim, eps));
         invalid!(op if p.is_nan() || p <= 0.0, "p is {p}, it must be above 0");
-        let normal = || {
-            let norm = self.vector_norm(p, dim, true)?;
-            Tensor::map(&[self, &norm], |e| &e[0] / e[1].lt(eps).select(eps, &e[1]))
+        // A norm may be beyond f16 where the quotients are not.
+        let norm = match (self.dtype, p == 2.0) {
+            (DType::F16, true) => apply_reduction_to(&rows::norm, self, &dim.into(), true, DType::F32),
+            (DType::F16, false) => self.to_dtype(DType::F32)?.vector_norm(p, dim, true),
+            _ => self.vector_norm(p, dim, true),
         };
-        normal().named(op)
+        let norm = norm.named(op)?;
+        let quotient = Expr::input(0) / Expr::input(1).lt(eps).select(eps, Expr::input(1));
+        formula(op, &[self, &norm], self.dtype, &quotient, |i| quotient.diff(i))
     }
 }
 
