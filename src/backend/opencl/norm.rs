@@ -14,9 +14,9 @@ use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{Normalisation, Views};
 use crate::backend::problem::reduction::SafeRange;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
+use crate::device::opencl::{Arg, ClDevice, FAST_DIVISION};
 use crate::tensor::Layout;
-use crate::{Compute, Result, Tensor};
+use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str =
     concat!(include_str!("../../../kernels/norm.cl"), include_str!("../../../kernels/norm_processor.cl"));
@@ -228,7 +228,8 @@ fn kernel_launch(
         let defines: String = on.map(|name| format!("#define {name}\n")).collect();
         let spread = schedule.map_or_else(|| vector_defines(dtype, 1), |schedule| schedule.defines(rows));
         let types = types(dtype, wide) + &SafeRange::defines(dtype.compute()) + &format!("#define W {weights}\n");
-        types + &spread + &defines + STRIDED_DIMS + NEIGHBOURS + ARGUMENTS + TEMPLATE
+        let division = if matches!(dtype, DType::F16 | DType::BF16) { FAST_DIVISION } else { "" };
+        types + division + &spread + &defines + STRIDED_DIMS + NEIGHBOURS + ARGUMENTS + TEMPLATE
     })?;
     let dims = rows.x.shape().dims();
     let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);

@@ -9,8 +9,8 @@ use crate::backend::opencl::norm::{ARGUMENTS, names, switches};
 use crate::backend::problem::norm::Normalisation;
 use crate::backend::problem::reduction::SafeRange;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
-use crate::{Compute, Result, Tensor};
+use crate::device::opencl::{Arg, ClDevice, FAST_DIVISION};
+use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/norm_channels.cl");
 
@@ -117,7 +117,8 @@ impl Channels {
             let spread = format!("#define LANES {lanes}\n#define GROUP {group}\n#define AT_ONCE {at_once}\n");
             let types = types(dtype, wide) + &SafeRange::defines(dtype.compute()) + &vector_defines(dtype, width);
             let types = types + &format!("#define W {weights}\n");
-            types + &spread + &defines + NEIGHBOURS + ARGUMENTS + TEMPLATE
+            let division = if matches!(dtype, DType::F16 | DType::BF16) { FAST_DIVISION } else { "" };
+            types + division + &spread + &defines + NEIGHBOURS + ARGUMENTS + TEMPLATE
         })?;
         let mut launch = KernelLaunch::new(kernel, global, group);
         (0..tensors.len()).for_each(|k| launch.tensor(k));

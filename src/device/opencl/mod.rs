@@ -72,7 +72,7 @@ pub(crate) use launch::Arg;
 pub(crate) use parameters::{Knob, PARAMETERS, Tunable};
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;
-pub(crate) use program::{MOST_REGISTERS, SM_90A};
+pub(crate) use program::{FAST_DIVISION, MOST_REGISTERS, SM_90A};
 pub(crate) use retry::Backoff;
 pub(crate) use signature::{Parameter, Space};
 pub(crate) use transfer::Mapped;

@@ -7,7 +7,7 @@ use crate::backend::opencl::map::{Form, MapOperand, MemoryAccess};
 use crate::backend::opencl::source::draw_type;
 use crate::backend::problem::map::Launch;
 use crate::backend::problem::operand::OperandKind;
-use crate::device::opencl::ClDevice;
+use crate::device::opencl::{ClDevice, FAST_DIVISION};
 use crate::{Compute, DType};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/elementwise.cl");
@@ -64,11 +64,16 @@ pub(crate) fn write(
         let _ = writeln!(w, "#define STRIDE(k, d) layout.strides[(k) * {rank} + (d)]");
     }
     let drawn = form == Form::Drawn;
-    w.push_str(&if drawn {
-        launch.program.emit_drawn(launch.compute, "compute")
-    } else {
-        launch.program.emit(launch.compute, "compute")
-    });
+    let formula = match drawn {
+        true => launch.program.emit_drawn(launch.compute, "compute"),
+        false => launch.program.emit(launch.compute, "compute"),
+    };
+    w.push_str(&formula);
+    let are_halves = operands[launch.inputs.len()..].iter().all(|o| matches!(o.dtype, DType::F16 | DType::BF16));
+    // A quotient that is rounded to an integer has no last place to lose.
+    if are_halves && !["floor", "ceil", "trunc", "rint", "round", "mod"].iter().any(|name| formula.contains(name)) {
+        w.push_str(FAST_DIVISION);
+    }
     let writer = Writer { launch, operands, streamed: matches!(form, Form::Vector { streamed: true, .. }), drawn };
     let dims: Vec<usize> = (0..rank).collect();
     match form {
