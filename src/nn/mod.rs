@@ -297,7 +297,7 @@ pub trait Module: BoxedHandle + Send + Sync {
     }
 
     /// [`Module::forward`] that keeps only `x` for backward and computes the rest once more then: see
-    /// [`checkpoint`](crate::autograd::checkpoint). [`Checkpoint`] is a layer that does this.
+    /// [`checkpoint`]. [`Checkpoint`] is a layer that does this.
     ///
     /// # Errors
     /// As [`Module::forward`].
