@@ -178,9 +178,11 @@ fn drop_dims(op: &'static str, kept: &Tensor, dims: &ReduceDims) -> Result<Tenso
 fn euclidean(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let op = "cdist";
     let range = SafeRange::of(x.dtype.compute());
+    // A norm may be beyond f16, whose squares are in the range of f32.
+    let largest = if x.dtype == DType::F16 { f64::INFINITY } else { range.largest.sqrt() / 16.0 };
     let factor = |norm: &Expr| {
         let small = norm.lt(range.least.sqrt()).select(range.up, 1.0);
-        norm.gt(range.largest.sqrt() / 16.0).select(range.down, small)
+        norm.gt(largest).select(range.down, small)
     };
     // The scaled points, the sums of their squares, and their norms.
     let parts = |t: &Tensor| -> Result<[Tensor; 3]> {
