@@ -23,11 +23,14 @@ size_t CONST get_num_groups(uint d);
 void FUNCTION __attribute__((convergent)) barrier(cl_mem_fence_flags flags);
 
 #define INTEGERS_OF(T) T CONST min(T a, T b); T CONST max(T a, T b); T CONST clamp(T x, T low, T high);
-INTEGERS_OF(int) INTEGERS_OF(uint) INTEGERS_OF(long) INTEGERS_OF(ulong)
+INTEGERS_OF(int) INTEGERS_OF(uint) INTEGERS_OF(long) INTEGERS_OF(ulong) INTEGERS_OF(uint16) INTEGERS_OF(ulong16)
+int CONST any(int16 x);
+int CONST any(long16 x);
 uint CONST mul_hi(uint a, uint b);
 uint CONST popcount(uint x);
 int4 CONST select(int4 a, int4 b, int4 c);
 float4 CONST select(float4 a, float4 b, int4 c);
+float16 CONST select(float16 a, float16 b, int16 c);
 
 #define ATOMICS_OF(SPACE, T)                                                                                           \
     T FUNCTION atomic_add(volatile SPACE T *p, T v);                                                                   \
@@ -53,6 +56,10 @@ FLOAT_OF(float)
 IF_DOUBLE(FLOAT_OF(double))
 
 uint16 CONST convert_uint16(ushort16 x);
+uint16 CONST convert_uint16(ulong16 x);
+ulong16 CONST convert_ulong16(uint16 x);
+float16 CONST convert_float16(int16 x);
+float16 CONST convert_float16(uint16 x);
 ushort16 CONST convert_ushort16(uint16 x);
 #define TO_LONG16(T) long16 CONST convert_long16(T x);
 TO_LONG16(uchar16) TO_LONG16(int16) TO_LONG16(uint16) TO_LONG16(long16)

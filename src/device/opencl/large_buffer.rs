@@ -27,6 +27,7 @@ impl ClDevice {
     /// A buffer of `bytes` (not zero). The driver may give it memory only when it is first used: see
     /// [`commit`](Self::commit).
     pub(crate) fn create_buffer(&self, bytes: usize) -> Result<ClBuffer, ClError> {
+        self.alive("clCreateBuffer")?; // the error of a lost device is not settled again
         self.new_buffer(CL_MEM_READ_WRITE, bytes, ptr::null_mut()).map_err(|e| self.settle(e))
     }
 
