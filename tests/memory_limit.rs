@@ -32,6 +32,10 @@ const OUT_OF_MEMORY: [&str; 9] = [
     "unique_inverse",
 ];
 
+/// Operations that may run out of memory on OpenCL devices as well: sorts keep keys and indices of two passes, and transposed
+/// convolutions of volumes a copy in f32.
+const OUT_OF_MEMORY_ON_OPENCL: [&str; 3] = ["argsort", "conv_transpose3d", "sort"];
+
 /// The heap in use, and the most of it, without the segments of the CPU device's allocator.
 struct Counting;
 
@@ -308,7 +312,12 @@ fn check(op: &Operation, dtype: DType, strided: bool, device: Device) -> Result<
         println!("{took:.2} s, heap {} MiB: {name}", scratch / MIB);
     }
     Ok(match result {
-        Err(Error::OutOfMemory { .. }) if OUT_OF_MEMORY.contains(&op.name) && growth <= LIMIT + 64 * MIB => None,
+        Err(Error::OutOfMemory { .. }) if device != Device::Cpu && OUT_OF_MEMORY_ON_OPENCL.contains(&op.name) => None,
+        Err(Error::OutOfMemory { .. })
+            if OUT_OF_MEMORY.contains(&op.name) && (device != Device::Cpu || growth <= LIMIT + 64 * MIB) =>
+        {
+            None
+        }
         Err(error @ Error::OutOfMemory { .. }) => {
             // Results and inputs may be more than the limit by themselves.
             device.set_memory_limit(u64::MAX)?;
@@ -340,7 +349,8 @@ fn resident() -> usize {
 fn no_operation_takes_more_memory_than_the_limit() {
     let mut wrong = Vec::new();
     let only = std::env::var("MEMORY_LIMIT_OP").ok();
-    for device in common::devices().into_iter().take(2) {
+    let opencl = common::devices().into_iter().find(|&device| device != Device::Cpu);
+    for device in [Device::Cpu].into_iter().chain(opencl) {
         device.set_memory_limit(LIMIT as u64).unwrap();
         for (i, op) in ops::operations().iter().enumerate() {
             if only.as_deref().is_some_and(|only| only != op.name) {
@@ -351,7 +361,10 @@ fn no_operation_takes_more_memory_than_the_limit() {
             if is_row && device != Device::Cpu && i % 16 > 0 && only.is_none() {
                 continue;
             }
-            let dtypes: Vec<DType> = DType::ALL.into_iter().filter(|&t| op.takes.contain(t)).collect();
+            let mut dtypes: Vec<DType> = DType::ALL.into_iter().filter(|&t| op.takes.contain(t)).collect();
+            if is_row && op.name.ends_with('_') {
+                dtypes.retain(|t| t.is_float() || !op.takes.contain(DType::F32)); // a result in floats does not fit into integers
+            }
             // Temporaries of other dtypes are largest beside the smallest ones.
             let smallest = dtypes.iter().copied().min_by_key(|t| t.size()).unwrap();
             let mut variants = vec![(smallest, false), (smallest, true), (dtypes[i % dtypes.len()], i % 2 == 0)];
