@@ -129,7 +129,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_count(PA
 }
 #endif
 
-// The rank, from 1, in a line with so many NaN.
+// The rank, from 1, in a line with `nans` NaN.
 #define RANK(nans)                                                                                                     \
     (rule == PLAIN || (rule == OR_NAN && (nans) == 0) ? k_                                                             \
      : rule == OR_NAN                                 ? n_ - (nans) + 1                                                \
@@ -183,7 +183,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void select_narrow(P
         y[y_at + put_at] = ((__global const V *)x)[start + (long)(i) * stride];                                        \
         indices[indices_at + put_at] = (long)(i);                                                                      \
     }
-// Of an element before which `less` elements of the line are less than the key found, and `same` are equal.
+// Places an element after `less` smaller and `same` equal elements of its line.
 #ifdef TOP
 #define IS_LESS(key) ((key) >> low < found)
 #define EQUAL_BIN 1

@@ -189,7 +189,7 @@ static inline Acc share(__global const In *x, IDX r, IDX end, uint lanes, ACC fa
 
 // Goes through all elements once, and with RESCALED again by each factor that a sum of the group needs: every work-item comes to every barrier.
 #ifdef RESCALED
-// The first FOLD puts a barrier between the zeros of `needed` and what is written to it.
+// The first FOLD puts a barrier between the zeros of `needed` and the writes to it.
 #define FOR_EACH_FACTOR                                                                                                \
     __local uint needed[3];                                                                                            \
     if (lid < 3)                                                                                                       \

@@ -1,4 +1,4 @@
-//! What differs between operating systems: where libOpenCL and the cache are, what to install, and the memory of the host.
+//! Differences between operating systems: where libOpenCL and the cache are, what to install, and the memory of the host.
 
 use std::ffi::OsString;
 use std::path::PathBuf;

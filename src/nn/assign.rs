@@ -70,7 +70,7 @@ fn replace(t: &mut Tensor, value: Option<Tensor>, assigned: &mut Vec<[Tensor; 2]
     Ok(())
 }
 
-/// A value in the dtype and on the device of `t`, in memory that nobody else has a handle on: its own where that is so.
+/// A value in the dtype and on the device of `t`, in memory without another handle: its own where there is none.
 fn owned(value: Tensor, t: &Tensor) -> Result<Tensor> {
     no_grad(|| {
         let converted = value.detach().to_dtype(t.dtype())?.to_device(t.device())?;

@@ -48,8 +48,8 @@ fn for_each_tensor<M: Module + ?Sized>(
     result
 }
 
-/// What `f` makes of a tensor of a module: of a parameter a leaf that stands for it from now on, with its gradient. `buffers`
-/// are those of optimisers, before and after: with `whole` each is converted as a whole, so that what lay in one does so afterwards.
+/// Returns the result of `f` for a tensor of a module; for a parameter, a leaf with its gradient that replaces it. `buffers`
+/// are those of optimisers, before and after: with `whole` each is converted as a whole, so that tensors of one buffer stay together.
 fn converted(
     t: &Tensor,
     whole: bool,

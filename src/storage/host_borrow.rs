@@ -14,7 +14,7 @@ pub(super) fn refused() -> Error {
     Error::invalid("with_host", reason)
 }
 
-/// While it lives, nobody writes to the bytes that the lock guards, and they are not moved.
+/// While the borrow lives, the bytes that the lock guards are neither written nor moved.
 struct HostBorrow<'a>(&'a RwLock<Borrows>);
 
 impl<'a> HostBorrow<'a> {

@@ -17,7 +17,7 @@ type Handle = *mut c_void;
 const N: usize = 5000;
 const BYTES: usize = N * 4;
 
-/// What a program has that uses OpenCL already.
+/// The context, device and queue of a program that uses OpenCL already.
 struct Caller {
     context: Handle,
     device: Handle,
@@ -81,7 +81,7 @@ impl Caller {
         }
     }
 
-    /// The floats of a buffer from a byte on, behind what is on the queue.
+    /// Reads floats of a buffer from a byte offset, after the commands on the queue.
     fn read(&self, buffer: Handle, offset: usize) -> Vec<f32> {
         let mut values = vec![0f32; N];
         let to = values.as_mut_ptr().cast();
@@ -163,7 +163,7 @@ fn contexts_and_queues_of_other_code_are_devices() {
             both_ways(&caller, device);
             let ((), profile) = profile(|| both_ways(&caller, device)).unwrap();
             assert!(!profile.events().is_empty());
-            // A network's step gives what it gives elsewhere.
+            // A network's step gives the same losses as on other devices.
             let step = |device| -> Result<Vec<f32>> {
                 let x = Tensor::arange(0, 12, 1, device)?.to_dtype(DType::F32)?.reshape([3, 4])?;
                 let w = x.t()?.contiguous()?.mul_scalar(0.125)?.requires_grad_(true)?;

@@ -73,7 +73,7 @@ fn intels_flag_is_given_and_programs_are_built_for_it() {
         // SAFETY: each work-item changes an element of its own, which `x` has.
         unsafe { call.launch() }.unwrap();
     };
-    // What is compiled before there is a large buffer is compiled anew for it.
+    // Programs that were built before a large buffer existed are built again for it.
     let x = Tensor::ones(4, DEVICE).unwrap();
     run(&x);
     assert_eq!(x.add_scalar(1).unwrap().to_vec::<f32>().unwrap(), [3.0; 4]);

@@ -5,7 +5,7 @@ use claystone::{BatchNormOptions, DType, Device, LossReduction, MemoryFormat, Te
 use crate::common::{each_device, values};
 use crate::rounding::rounded;
 
-/// What is tested on every device: dtypes, with scales whose squares overflow and vanish, and how far results may be off.
+/// Calls `f` on every device with each dtype, scales whose squares overflow and vanish, and the largest error allowed.
 fn each_scale(f: impl Fn(Device, DType, f64, f64)) {
     each_device(|device| {
         for (dtype, scales, within) in [

@@ -270,7 +270,7 @@ fn an_optimiser_of_a_partly_frozen_model_has_the_rest() {
         step(&net, optimizer).unwrap();
         assert!(vec(net.one.weight()) == before[0] && vec(net.other.weight()) != before[1]);
     }
-    // What it was not given is named where it would not be trained.
+    // Parameters that the optimiser was not given are named where they would not be trained.
     net.one.requires_grad_(true).unwrap();
     for mut optimizer in optimizers {
         let error = step(&net, &mut optimizer).unwrap_err().to_string();

@@ -14,7 +14,7 @@ use super::summary::size;
 pub struct PeakMemory {
     /// The device's number: the index into [`Snapshot::device_traces`].
     pub device: u32,
-    /// What was asked for of the blocks in use at the peak, in bytes.
+    /// Requested bytes of the blocks in use at the peak.
     pub bytes: u64,
     /// The time from the peak to the last entry of the device's trace.
     pub ago: Duration,

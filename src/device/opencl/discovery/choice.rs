@@ -1,6 +1,6 @@
 //! Which devices `CLAYSTONE_DEVICES` chooses, and in which order.
 
-/// What `CLAYSTONE_DEVICES` says: entries that are `platform:index` or part of a name, in any case. None is all devices, as
+/// The entries of `CLAYSTONE_DEVICES`, each `platform:index` or part of a name, in any case. None is all devices, as
 /// they are.
 pub(super) struct Choice<'a> {
     pub(super) text: &'a str,
