@@ -227,6 +227,7 @@ fn call(op: &Operation, n: usize, dtype: DType, device: Device) -> Option<(Vec<I
         "pixel_unshuffle" => (vec![images(8, &[32, 32])], vec![int(2)]),
         "cosine_embedding_loss" => (vec![x(&[half, ROW]), x(&[half, ROW]), x(&[half])], vec![]),
         "cross_entropy" | "nll_loss" => (vec![x(&[rows, ROW]), index(ROW, &[rows])], vec![]),
+        "nan_to_num" | "nan_to_num_" => (vec![x(&[rows, ROW])], vec![int(0), int(1), int(1)]),
         // The required parameters: numbers of one shape, and arguments by their kinds.
         _ => {
             let required = || op.signature().parameters.iter().filter(|p| p.default.is_none());
@@ -363,7 +364,8 @@ fn no_operation_takes_more_memory_than_the_limit() {
             }
             let mut dtypes: Vec<DType> = DType::ALL.into_iter().filter(|&t| op.takes.contain(t)).collect();
             if is_row && op.name.ends_with('_') {
-                dtypes.retain(|t| t.is_float() || !op.takes.contain(DType::F32)); // a result in floats does not fit into integers
+                // A result in floats does not fit into integers, nor one in integers into bool.
+                dtypes.retain(|&t| t.is_float() || (t != DType::Bool && !op.takes.contain(DType::F32)));
             }
             // Temporaries of other dtypes are largest beside the smallest ones.
             let smallest = dtypes.iter().copied().min_by_key(|t| t.size()).unwrap();
