@@ -2,6 +2,7 @@
 
 pub(crate) mod accumulate;
 mod arg;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // its products have kernels of their own there only
 pub(crate) mod conv;
 pub(crate) mod convert;
 pub(crate) mod copy;

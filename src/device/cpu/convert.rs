@@ -38,6 +38,7 @@ conversion! {
 /// `from` as i64: towards zero, the nearest there is where there is none, NaN as 0.
 pub(crate) fn truncate(from: &[f32], to: &mut [i64]) {
     assert_eq!(from.len(), to.len());
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
     let (mut rest, mut last) = (from, to);
     #[cfg(target_arch = "x86_64")]
     if crate::device::cpu::has_avx512() && is_x86_feature_detected!("avx512dq") && is_x86_feature_detected!("avx512vl")

@@ -11,7 +11,7 @@ use ::gemm::Parallelism;
 #[cfg(target_arch = "x86_64")]
 use smallvec::SmallVec;
 
-#[cfg(target_arch = "x86_64")]
+#[cfg_attr(not(target_arch = "x86_64"), path = "gemm/no_alone.rs")]
 pub(crate) mod alone;
 #[cfg(target_arch = "x86_64")]
 mod amx;
