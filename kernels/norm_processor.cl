@@ -1,7 +1,8 @@
 // Norms on processors: a work-item has a row. Comes after norm.cl.
 
 #ifdef IS_CPU
-// The sum of `term` over the row, in blocks: thousands in one chain would round too often.
+// The sum of `term` over the row, in blocks: thousands in one chain would round too often. The next block begins with the rounding
+// error of adding this one.
 #define SUM(result, term)                                                                                              \
     {                                                                                                                  \
         ACC block = 0;                                                                                                 \
@@ -10,8 +11,9 @@
         for (IDX e = 0; e < n; ++e) {                                                                                  \
             block += term;                                                                                             \
             if (++terms % 64 == 0) {                                                                                   \
+                const ACC before = result;                                                                             \
                 result += block;                                                                                       \
-                block = 0;                                                                                             \
+                block = isinf(result) ? 0 : block - (result - before);                                                 \
             }                                                                                                          \
         }                                                                                                              \
         result += block;                                                                                               \
@@ -27,8 +29,9 @@
             const ACC t = term;                                                                                        \
             block += (Two)(t, t * t);                                                                                  \
             if (++terms % 64 == 0) {                                                                                   \
+                const Two before = result;                                                                             \
                 result += block;                                                                                       \
-                block = 0;                                                                                             \
+                block = isinf(result) ? (Two)0 : block - (result - before);                                            \
             }                                                                                                          \
         }                                                                                                              \
         result += block;                                                                                               \

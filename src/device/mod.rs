@@ -177,7 +177,7 @@ impl Device {
     ///
     /// ```no_run
     /// # use std::ffi::c_void;
-    /// # fn handles() -> (*mut c_void, *mut c_void, *mut c_void, *mut c_void) { unimplemented!() }
+    /// # fn handles() -> (*mut c_void, *mut c_void, *mut c_void, *mut c_void) { ([0; 4]).map(std::ptr::without_provenance_mut).into() }
     /// use claystone::{DType, Device, Tensor, storage::Storage};
     /// let (context, device, queue, buffer) = handles(); // of the caller
     /// // SAFETY: the caller's handles, which are not released during the call.

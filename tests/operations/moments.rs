@@ -243,7 +243,7 @@ fn normalised_far_from_zero() {
             compare(&x, [1, 4, n], 1e-5, DType::F32, device, |name, [y, dx], [want, gradient]| {
                 let rms = name.starts_with("rms");
                 let off = error(y, &want);
-                assert!(off <= if rms { 4e-6 } else { 1.02 * limit }, "{name}: {off}, {limit}");
+                assert!(off <= if rms { 1e-6 } else { 1.02 * limit }, "{name}: {off}, {limit}");
                 let size = gradient.iter().fold(0f64, |size, g| size.max(g.abs()));
                 let off = error(dx, &gradient) / size;
                 assert!(off <= if rms { 1e-3 } else { 2.0 * limit + 1e-5 }, "gradient of {name}: {off}, {limit}");

@@ -72,9 +72,10 @@ impl Tensor {
             (_, true) => sizes.max(dims.clone(), true).named(op)?,
             (_, false) => sizes.min(dims.clone(), true).named(op)?,
         };
-        let scale = Tensor::map(&[&scale], |e| e[0].eq(0.0).or(e[0].is_finite().eq(0.0)).select(1.0, &e[0]))?;
-        let powers = sizes.div(&scale)?.pow_scalar(ord)?.sum(dims.clone(), true).named(op)?;
-        let kept = powers.pow_scalar(1.0 / ord)?.mul(&scale)?;
+        let divisor = |extreme: &Expr| extreme.eq(0.0).or(extreme.is_finite().eq(0.0)).select(1.0, extreme);
+        let powers = Tensor::map(&[&sizes, &scale], |e| (&e[0] / divisor(&e[1])).pow(Expr::constant(ord)))?;
+        let powers = powers.sum(dims.clone(), true).named(op)?;
+        let kept = Tensor::map(&[&powers, &scale], |e| e[0].pow(Expr::constant(1.0 / ord)) * divisor(&e[1]))?;
         let x = Saved::new(self);
         let kept = recorded_with_result(op, kept, &[self], move |_, grad, norm| {
             Tensor::map(&[x.get(op)?, norm, grad], |e| {
