@@ -3,7 +3,7 @@
 use claystone::{DType, Device, Tensor};
 use ndarray::ArrayD;
 
-use crate::common::{alone, each_device, f64s, turn};
+use crate::common::{alone, each_device, f64s};
 use crate::sorting::{along, check as sorting_check, equal, numbers, sorted};
 
 const CPU: Device = Device::Cpu;
@@ -240,7 +240,9 @@ fn quantiles_of_long_and_short_lines() {
 
 #[test]
 fn selections_stream_their_input() {
-    let _turn = turn();
+    if !alone("selection::selections_stream_their_input") {
+        return;
+    }
     each_device(|device| {
         let n = 1 << 22;
         for dtype in [DType::U8, DType::F32] {

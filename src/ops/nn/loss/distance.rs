@@ -2,7 +2,7 @@
 
 use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{losses, reduced, same_shape};
-use crate::{LossReduction, Result, Tensor};
+use crate::{DType, LossReduction, Result, Tensor, promote_types};
 
 impl Tensor {
     /// `1 - cos` of two vectors whose target is 1, `max(0, cos - margin)` where it is -1 (PyTorch's
@@ -25,9 +25,14 @@ impl Tensor {
             self, target, "the inputs are [N, D] and the target [N], or [D] and a scalar");
         // The squares of PyTorch's roots, with 1e-12 added to each, would overflow.
         let cosines = || {
+            // A norm may be beyond f16 where the cosine is not.
+            let is_half = |dtype| matches!(dtype, DType::F16 | DType::BF16);
+            let wide = |t: &Tensor| t.to_dtype(if is_half(t.dtype) { DType::F32 } else { t.dtype });
             let root = |t: &Tensor| Tensor::map(&[&t.norm(-1, true)?], |e| e[0].hypot(1e-6));
-            let inputs = [self, &root(self)?, other, &root(other)?];
-            Tensor::map(&inputs, |e| (&e[0] / &e[1]) * (&e[2] / &e[3]))?.sum(-1, false)
+            let (a, b) = (wide(self)?, wide(other)?);
+            let shares = Tensor::map(&[&a, &root(&a)?, &b, &root(&b)?], |e| (&e[0] / &e[1]) * (&e[2] / &e[3]))?;
+            let (cosines, dtype) = (shares.sum(-1, false)?, promote_types(self.dtype, other.dtype));
+            cosines.to_dtype(if is_half(dtype) { dtype } else { cosines.dtype })
         };
         losses(op, &[&cosines().named(op)?, target], reduction, |e| {
             let (near, far) = (1.0 - &e[0], &e[0] - margin);
