@@ -17,6 +17,7 @@ pub(crate) trait Backward: Fn(&mut Context) -> Result<Gradients> + Send + Sync +
 impl<F: Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static> Backward for F {}
 
 /// Whether an operation on these inputs is to be recorded.
+#[inline]
 pub(crate) fn is_tracked(inputs: &[&Tensor]) -> bool {
     is_grad_enabled() && inputs.iter().any(|t| t.requires_grad())
 }

@@ -9,6 +9,8 @@ use crate::backend::cpu::vectorised::vectorised;
 
 /// Vectors that are accumulated side by side, so that one addition need not wait for the one before.
 const SIDE: usize = 8;
+/// Pairs of accumulators, of sums and of squares, that are accumulated side by side.
+const PAIRS: usize = SIDE / 2;
 /// Rows of so few elements are folded one element after another: their vectors would be mostly empty.
 const SHORT: usize = 16;
 /// Elements that are accumulated on their own before they meet the others: sums of many stay as good as those of few.
@@ -73,7 +75,7 @@ macro_rules! in_vectors {
             for (sum, x) in sums.iter_mut().zip(last) {
                 *sum = K::$join(simd, *sum, *x);
             }
-            rest.iter().fold($total::<K, V>(simd, sums), |a, &b| K::combine(a, b))
+            rest.iter().fold($total::<K, V, SIDE>(simd, sums), |a, &b| K::combine(a, b))
         }
 
         /// [`fold_map`] where `C` is this type: as many as the accumulators take are computed, then accumulated.
@@ -98,7 +100,7 @@ macro_rules! in_vectors {
                 to.iter_mut().zip(x.iter().zip(y)).for_each(|(m, (x, y))| *m = map(*x, *y));
                 *sum = K::$join(simd, *sum, made[0]);
             }
-            let mut total = $total::<K, V>(simd, sums);
+            let mut total = $total::<K, V, SIDE>(simd, sums);
             for (x, y) in x_rest.iter().zip(y_rest) {
                 total = K::combine(total, bytemuck::cast(map(*x, *y)));
             }
@@ -110,8 +112,8 @@ macro_rules! in_vectors {
         fn $above<V: Simd>(simd: V, x: &[$t], mean: $t) -> [$t; 2] {
             let (vectors, rest) = V::$vectors(x);
             let near = simd.$splat(mean);
-            let (mut sums, mut squares) = ([simd.$splat(0.0); SIDE], [simd.$splat(0.0); SIDE]);
-            let (whole, last) = vectors.as_chunks::<{ SIDE / 2 }>();
+            let (mut sums, mut squares) = ([simd.$splat(0.0); PAIRS], [simd.$splat(0.0); PAIRS]);
+            let (whole, last) = vectors.as_chunks::<PAIRS>();
             for chunk in whole {
                 for ((sum, square), x) in sums.iter_mut().zip(&mut squares).zip(chunk) {
                     let above = simd.$sub(*x, near);
@@ -124,17 +126,22 @@ macro_rules! in_vectors {
                 *sum = Add::$join(simd, *sum, above);
                 *square = simd.$mul_add(above, above, *square);
             }
-            let totals = [$total::<Add, V>(simd, sums), $total::<Add, V>(simd, squares)];
-            rest.iter().map(|x| x - mean).fold(totals, |[sum, square], above| [sum + above, square + above * above])
+            let mut totals = [$total::<Add, V, PAIRS>(simd, sums), $total::<Add, V, PAIRS>(simd, squares)];
+            for x in rest {
+                totals = [totals[0] + (x - mean), totals[1] + (x - mean) * (x - mean)];
+            }
+            totals
         }
 
         /// All lanes of all accumulators as one.
         #[inline(always)]
-        fn $total<K: Combine, V: Simd>(simd: V, mut sums: [V::$join; SIDE]) -> $t {
-            for half in [4, 2, 1] {
+        fn $total<K: Combine, V: Simd, const N: usize>(simd: V, mut sums: [V::$join; N]) -> $t {
+            let mut half = N / 2;
+            while half > 0 {
                 for i in 0..half {
                     sums[i] = K::$join(simd, sums[i], sums[i + half]);
                 }
+                half /= 2;
             }
             let lanes: &mut [$t] = bytemuck::cast_slice_mut(&mut sums[..1]);
             let mut half = lanes.len() / 2;
@@ -181,14 +188,17 @@ pub(crate) fn fold_map<K: Combine, C: Number, V: Simd>(simd: V, x: &[C], y: &[C]
 /// The sums of the floats' differences from `mean`, and of the squares of these, of long slices in parts of [`PART`] elements.
 #[inline(always)]
 pub(crate) fn sums_above<C: Number, V: Simd>(simd: V, x: &[C], mean: C) -> [C; 2] {
-    x.chunks(PART).fold([Add::neutral(); 2], |[sum, square], x| {
+    let mut totals: [C; 2] = [Add::neutral(); 2];
+    // No closure: only what is inlined here is compiled for `V`.
+    for x in x.chunks(PART) {
         let part: [C; 2] = match C::COMPUTE {
             Compute::F64 => bytemuck::cast(above_f64(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
             Compute::F32 => bytemuck::cast(above_f32(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
             Compute::I64 => unreachable!("integers are not normalised"),
         };
-        [sum.add(part[0]), square.add(part[1])]
-    })
+        totals = [totals[0].add(part[0]), totals[1].add(part[1])];
+    }
+    totals
 }
 
 vectorised! {

@@ -125,7 +125,12 @@ impl ReductionJob<'_> {
     /// which begins at result `first`.
     fn rescaled<S: Number>(&self, rescaled: Rescaled, first: usize, sums: &[S]) -> Vec<(usize, S)> {
         let (range, squares, plan) = (SafeRange::of(S::COMPUTE), rescaled.squares(), self.plan);
+        let [most, least] = [range.largest, if squares { range.least } else { -range.largest }].map(S::from_f64);
         let mut made = Vec::new();
+        // Without an early end the loop has vectors.
+        if sums.iter().fold(true, |all, sum| all & (*sum <= most) & (*sum >= least)) {
+            return made;
+        }
         for factor in [range.down, range.up] {
             let needs = |o: &usize| range.factor(sums[*o].to_f64(), squares) == factor;
             let which: Vec<usize> = (0..sums.len()).filter(needs).collect();
@@ -233,14 +238,18 @@ impl<S: Number> Source<'_, S> {
         let unit = if strided { self.unit() } else { 1 };
         let least = if strided { plan.kept.inner().0.min((plan.outs / threads()).clamp(64, TILE)) } else { 1 };
         let (job, tile) = ((JOB / plan.n).max(least).next_multiple_of(unit), TILE / unit * unit);
-        parallel::for_each_chunk(out, job * size, |i, out| {
-            let mut results = vec![R::from_i32(0); tile.min(out.len() / size)];
+        let store = |first: usize, out: &mut [u8]| {
+            let mut results: SmallVec<[R; 32]> = SmallVec::from_elem(R::from_i32(0), tile.min(out.len() / size));
             for (t, out) in out.chunks_mut(tile * size).enumerate() {
                 let results = &mut results[..out.len() / size];
-                fill(i * job + t * tile, results);
+                fill(first + t * tile, results);
                 store_tile(dtype, results, out, 0, 1);
             }
-        });
+        };
+        match out.len() <= job * size {
+            true => store(0, out),
+            false => parallel::for_each_chunk(out, job * size, |i, out| store(i * job, out)),
+        }
     }
 
     /// Results of contiguous rows, from result `o` on: `fold(rows, whether of their squares, results)`.

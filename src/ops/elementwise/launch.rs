@@ -60,8 +60,11 @@ pub(crate) fn apply_one(
             }
             return made;
         }
-        let device = same_device(op, inputs)?;
-        filled_by(empty_result(op, inputs, dtype, device), op, inputs, params, program)
+        let made = empty_result(op, inputs, dtype, same_device(op, inputs)?);
+        if let Ok(out) = &made {
+            backend::fill([out], |b| run(b, &Formulas { op, inputs, params, program, outputs: &[out] }))?;
+        }
+        made
     })
 }
 
@@ -75,19 +78,10 @@ pub(crate) fn filled(
     params: Params,
     expr: &Expr,
 ) -> Result<Tensor> {
-    with_program(slice::from_ref(expr), params, |program, params| filled_by(made, op, inputs, params, program))
-}
-
-#[inline(always)]
-fn filled_by(
-    made: Result<Tensor>,
-    op: &'static str,
-    inputs: &[&Tensor],
-    params: Params,
-    program: &Program,
-) -> Result<Tensor> {
     if let Ok(out) = &made {
-        backend::fill([out], |b| run(b, &Formulas { op, inputs, params, program, outputs: &[out] }))?;
+        with_program(slice::from_ref(expr), params, |program, params| {
+            backend::fill([out], |b| run(b, &Formulas { op, inputs, params, program, outputs: &[out] }))
+        })?;
     }
     made
 }

@@ -120,8 +120,7 @@ impl Row {
     /// PyTorch's `pow` (of -0 and -inf the signs and NaN are those of `sqrt` then).
     fn specialised<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> Computed<'a> {
         use table::rows::{pow_scalar, reciprocal, rsqrt, sqrt, square};
-        let as_row =
-            |row: &'static Row, scalars| Computed { expr: row.expr(), derivatives: row.derivatives(), scalars };
+        let as_row = |row, scalars| Computed { formulas: ComputedBy::Row(row), scalars };
         if !std::ptr::eq(self, &pow_scalar) {
             return as_row(self, scalars);
         }
@@ -147,9 +146,29 @@ impl Row {
 
 /// The formulas that compute a row of some arguments.
 struct Computed<'a> {
-    expr: &'static Expr,
-    derivatives: &'static [Expr],
+    formulas: ComputedBy,
     scalars: &'a [Scalar],
+}
+
+enum ComputedBy {
+    Row(&'static Row),
+    Power(&'static Power),
+}
+
+impl Computed<'_> {
+    fn expr(&self) -> &'static Expr {
+        match self.formulas {
+            ComputedBy::Row(row) => row.expr(),
+            ComputedBy::Power(power) => &power.expr,
+        }
+    }
+
+    fn derivatives(&self) -> &'static [Expr] {
+        match self.formulas {
+            ComputedBy::Row(row) => row.derivatives(),
+            ComputedBy::Power(power) => slice::from_ref(&power.derivative),
+        }
+    }
 }
 
 /// A power that has no row.
@@ -165,7 +184,7 @@ impl Power {
     }
 
     fn computed(&'static self) -> Computed<'static> {
-        Computed { expr: &self.expr, derivatives: slice::from_ref(&self.derivative), scalars: &[] }
+        Computed { formulas: ComputedBy::Power(self), scalars: &[] }
     }
 }
 
@@ -201,10 +220,10 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
         && dtype.is_float()
         && autograd::is_tracked(inputs)
     {
-        let out = apply_one(row.name, inputs, params, computed.expr, dtype)?;
+        let out = apply_one(row.name, inputs, params, computed.expr(), dtype)?;
         return Ok(recorded_of_result(row.name, out, inputs[0], derivative));
     }
-    apply_tracked(row.name, inputs, params, computed.expr, dtype, &|i| computed.derivatives[i].clone())
+    apply_tracked(row.name, inputs, params, computed.expr(), dtype, &|i| computed.derivatives()[i].clone())
 }
 
 /// The derivative of a row as a formula of its result, where that is as exact as one of the operand: then the result is what is
@@ -268,7 +287,7 @@ fn apply_row_into(
     }
     let computed = row.specialised(scalars, common);
     let params = Params::of(computed.scalars);
-    let expr = slice::from_ref(computed.expr);
+    let expr = slice::from_ref(computed.expr());
     if !all_are(common, row, inputs)
         && let Some(inputs) = convert_operands(row, inputs, common)?
     {
@@ -296,7 +315,7 @@ fn apply_row_recorded(
     let computed = row.specialised(scalars, common);
     let derivative = |i: usize| match row.output {
         Output::Bool => Expr::constant(0.0),
-        _ => computed.derivatives[i].clone(),
+        _ => computed.derivatives()[i].clone(),
     };
     let read = |i: usize| (0..inputs.len()).any(|j| inputs[j].requires_grad() && derivative(j).uses_input(i));
     let of_result = derivative_of_result(row);
@@ -306,7 +325,7 @@ fn apply_row_recorded(
     };
     let kept = inputs.iter().enumerate().map(before).collect::<Result<SmallVec<[Tensor; 3]>>>()?;
     let params = Params::of(computed.scalars);
-    apply_into(row.name, inputs, params, slice::from_ref(computed.expr), &[target])?;
+    apply_into(row.name, inputs, params, slice::from_ref(computed.expr()), &[target])?;
     let kept: SmallVec<[&Tensor; 3]> = kept.iter().collect();
     change.finish(|out| match of_result {
         Some(derivative) => recorded_of_result(row.name, out, target, derivative),
