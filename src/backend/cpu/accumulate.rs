@@ -189,7 +189,7 @@ pub(crate) fn fold_map<K: Combine, C: Number, V: Simd>(simd: V, x: &[C], y: &[C]
 #[inline(always)]
 pub(crate) fn sums_above<C: Number, V: Simd>(simd: V, x: &[C], mean: C) -> [C; 2] {
     let mut totals: [C; 2] = [Add::neutral(); 2];
-    // No closure: only what is inlined here is compiled for `V`.
+    // A loop and no closure, because a closure that is not inlined is compiled without the vectors of `V`.
     for x in x.chunks(PART) {
         let part: [C; 2] = match C::COMPUTE {
             Compute::F64 => bytemuck::cast(above_f64(simd, bytemuck::cast_slice(x), bytemuck::cast(mean))),
